@@ -30,9 +30,9 @@ from benchmarks.tables import Table
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
-from graphs.flat import flat_graph
 from graphs.graph import GraphArrays
 from graphs.synthetic.families import layered
+from graphs.synthetic.flat import flat_graph
 
 REPEATS: Final = 9
 BLOCK: Final = 8

@@ -1,139 +1,30 @@
-"""Op costs: FLOPs by torch's formulas, and seconds that were measured elsewhere."""
+"""Costs of the ops of a graph: of further device kinds, of part of a batch, and in summary."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
 
 import networkx as nx
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-    shape_wrapper,
-)
 
-from graphs.graph import attributes_of
+from graphs.graph import ANY_KIND, PHASES, GraphArrays, attributes_of
 
 
-def call_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of one torch call on fake tensors, 0 for operators without a formula.
+def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
+    """Return the source of an op's cost on a device kind, "" if it is unknown.
 
-    A multiply-add counts as two, as in torch.utils.flop_counter, whose formulas are used together
-    with those of :func:`further_formulas`. A composite operator, such as linear, counts as the sum
-    of its parts.
+    As with the costs themselves, ``"*"`` covers the kinds that are not named.
     """
-    known = flops_by_formula(target, args, kwargs, result)
-    if known is not None:
-        return known
-    if not is_composite(target):
-        return 0
-    with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
-        target(*args, **kwargs)
-    return int(counter.get_total_flops())
-
-
-def flops_by_formula(target: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """Return the FLOPs of one torch call by the formula of its operator, None if it has none."""
-    packet = getattr(target, "_overloadpacket", None)
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    further = further_formulas()
-    if packet in further:
-        return int(_of_shapes(further[packet])(*args, **kwargs, out_val=result))
-    return None
-
-
-def further_formulas() -> dict[Any, Callable[..., Any]]:
-    """Return {operator: FLOP formula on argument shapes} where torch's counter has no formula.
-
-    These are attention on CPUs (torch counts it on accelerators only), fused recurrent layers, and
-    the products of stacked experts: torch's and, if it is loaded, those of transformers.
-    """
-    return {
-        getattr(getattr(torch.ops, space), name): formula
-        for (space, name), formula in FURTHER.items()
-        if hasattr(getattr(torch.ops, space), name)
-    }
-
-
-def is_composite(target: Any) -> bool:
-    """Return whether an operator is implemented by calls of other operators."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch._C._dispatch_has_kernel(target._schema.name)
-        and bool(target.has_kernel_for_dispatch_key(composite))
-    )
-
-
-def _attention_flops(queries: Any, keys: Any, values: Any, *_: Any, **__: Any) -> Any:
-    return _forward(queries, *_for_every_head(queries, keys, values))
-
-
-def _attention_backward_flops(
-    gradient: Any, queries: Any, keys: Any, values: Any, *_: Any, **__: Any
-) -> Any:
-    return _backward(gradient, queries, *_for_every_head(queries, keys, values))
-
-
-def _for_every_head(queries: Any, *shared: Any) -> list[Any]:
-    """Return the shapes of keys or values, repeated for all query heads that share them."""
-    return [(*shape[:1], queries[1], *shape[2:]) for shape in shared]
-
-
-def _recurrent_flops(inputs: Any, *further: Any, **_: Any) -> int:
-    """Return the FLOPs for inputs (..., features) of all steps; each multiplies by all matrices."""
-    parameters: list[Any] = [given for given in further if isinstance(given, list)][-1]
-    weights = sum(math.prod(shape) for shape in parameters if len(shape) == 2)
-    return int(2 * math.prod(inputs[:-1]) * weights)
-
-
-def _recurrent_kernel_flops(inputs: Any, of_inputs: Any, of_state: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of one layer in one direction: two weight matrices per step."""
-    return int(2 * math.prod(inputs[:-1]) * (math.prod(of_inputs) + math.prod(of_state)))
-
-
-def _recurrent_kernel_backward_flops(*inputs: Any, **_: Any) -> int:
-    return 2 * _recurrent_kernel_flops(*inputs[:3])
-
-
-def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of the products of G groups.
-
-    (G, M, K) by (G, K, N) is one product per group. (S, K) by (G, K, N) and (M, K) by (K, N) split
-    one dimension among the groups, so that they cost as much as one product.
-    """
-    groups = left[0] if len(left) == len(right) == 3 else 1
-    return int(2 * groups * left[-2] * left[-1] * right[-1])
-
-
-def _grouped_product_backward_flops(*inputs: Any, **_: Any) -> int:
-    return 2 * _grouped_product_flops(*inputs[:2])
-
-
-_of_shapes: Callable[..., Any] = shape_wrapper
-_forward: Callable[..., Any] = sdpa_flop_count
-_backward: Callable[..., Any] = sdpa_backward_flop_count
-FURTHER: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
-    ("aten", "_scaled_dot_product_flash_attention_for_cpu"): _attention_flops,
-    ("aten", "_scaled_dot_product_flash_attention_for_cpu_backward"): _attention_backward_flops,
-    ("aten", "lstm"): _recurrent_flops,
-    ("aten", "gru"): _recurrent_flops,
-    ("aten", "rnn_tanh"): _recurrent_flops,
-    ("aten", "rnn_relu"): _recurrent_flops,
-    ("aten", "mkldnn_rnn_layer"): _recurrent_kernel_flops,
-    ("aten", "mkldnn_rnn_layer_backward"): _recurrent_kernel_backward_flops,
-    ("aten", "_grouped_mm"): _grouped_product_flops,
-    ("transformers", "grouped_mm_fallback"): _grouped_product_flops,
-    ("transformers", "grouped_mm_fallback_backward"): _grouped_product_backward_flops,
-}
+    own = attributes_of(graph, op_id)
+    known = kind if kind in own["cost_s"] else ANY_KIND
+    of_kind: Mapping[str, str] = graph.graph.get("cost_source", {})
+    return own["cost_source"].get(known, of_kind.get(known, ""))
 
 
 def with_costs(
@@ -172,3 +63,128 @@ def with_costs(
             costed.nodes[op_id]["cost_source"] = further
     costed.graph["cost_source"] = of_kind
     return costed
+
+
+SCALED: Final = ("flops", "moved_bytes", "output_bytes", "saved_bytes", "workspace_bytes")
+"""Attributes that scale with the batch; parameters, gradients and optimizer state do not."""
+
+
+def with_part_of_batch(graph: nx.DiGraph[str], parts: int | Fraction) -> nx.DiGraph[str]:
+    """Return the graph of the same step with its batch divided by ``parts`` (below 1: multiplied).
+
+    Costs and activations of forward and backward ops are divided; optimizer ops stay as they are.
+    Divided times are too low for ops that do not depend on the batch, or that need a large batch to
+    use their device.
+
+    Raises:
+        ValueError: ``parts`` is not above 0.
+    """
+    if parts <= 0:
+        raise ValueError(f"a batch is divided by {parts}, not above 0")
+    smaller = graph.copy()
+    if parts == 1:
+        return smaller
+    for op_id, node in smaller.nodes(data=True):
+        if node["phase"] != "optimizer":
+            node["cost_s"] = {kind: cost / parts for kind, cost in node["cost_s"].items()}
+            node |= {name: -(-node[name] // parts) for name in SCALED}
+        for _, target, edge in smaller.out_edges(op_id, data=True):
+            if attributes_of(smaller, target)["phase"] != "optimizer":
+                edge["bytes"] = -(-edge["bytes"] // parts)
+    return smaller
+
+
+@dataclass(frozen=True, slots=True)
+class CostedOp:
+    """An op, its seconds on a device kind and their source ("" if unknown)."""
+
+    id: str
+    cost_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Work of a graph on one device kind, without transfers and launch overheads.
+
+    ``critical_path_s`` is the longest path of costs, a lower bound for any number of such devices.
+    ``dearest`` lists the most expensive ops, in descending order.
+    """
+
+    total_s: float
+    critical_path_s: float
+    dearest: tuple[CostedOp, ...]
+
+    @property
+    def headroom(self) -> float:
+        """Total work / critical path: the largest possible speedup over one such device."""
+        return self.total_s / self.critical_path_s if self.critical_path_s > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSummary:
+    """Counts and sums over all ops of a graph.
+
+    ``work`` has an entry for each device kind ("*": any other) that all ops have costs for,
+    ``partly_known`` counts for the other kinds the ops that have one.
+    """
+
+    name: str
+    ops: Mapping[str, int]  # by phase
+    edges: int
+    flops: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    work: Mapping[str, Work]
+    partly_known: Mapping[str, int]
+
+    @classmethod
+    def of(cls, whole: nx.DiGraph[str], *, dearest: int = 10) -> GraphSummary:
+        """Summarize a graph, with its ``dearest`` most expensive ops."""
+        graph = GraphArrays.from_graph(whole)
+        costs_s = {kind: graph.costs_for(kind) for kind in graph.cost_s}
+        known = {kind: int((~np.isnan(cost_s)).sum()) for kind, cost_s in costs_s.items()}
+        return cls(
+            name=graph.name,
+            ops={phase: int((graph.phase == i).sum()) for i, phase in enumerate(PHASES)},
+            edges=graph.edge_count,
+            flops=sum(graph.flops.tolist()),
+            parameter_bytes=sum(graph.parameter_bytes.tolist()),
+            gradient_bytes=sum(graph.gradient_bytes.tolist()),
+            optimizer_bytes=sum(graph.optimizer_bytes.tolist()),
+            saved_bytes=sum(graph.saved_bytes.tolist()),
+            work={
+                kind: Work(
+                    total_s=float(cost_s.sum()),
+                    critical_path_s=critical_path_s(graph, cost_s),
+                    dearest=_dearest(whole, kind, cost_s, dearest),
+                )
+                for kind, cost_s in costs_s.items()
+                if known[kind] == len(graph)
+            },
+            partly_known={kind: n for kind, n in known.items() if n < len(graph)},
+        )
+
+
+def _dearest(
+    graph: nx.DiGraph[str], kind: str, cost_s: NDArray[np.float64], count: int
+) -> tuple[CostedOp, ...]:
+    ids = list(graph)
+    top = np.argsort(-cost_s, kind="stable")[:count].tolist()
+    return tuple(CostedOp(ids[i], float(cost_s[i]), cost_source(graph, ids[i], kind)) for i in top)
+
+
+def critical_path_s(graph: GraphArrays, cost_s: NDArray[np.float64]) -> float:
+    """Return the seconds of the longest path through a graph, given the cost (N,) of every op."""
+    start, successors = graph.successor_start.tolist(), graph.successors.tolist()
+    own: list[float] = cost_s.tolist()
+    begins = [0.0] * len(graph)
+    longest = 0.0
+    for i in graph.topological.tolist():
+        ends = begins[i] + own[i]
+        longest = max(longest, ends)
+        for v in successors[start[i] : start[i + 1]]:
+            begins[v] = max(begins[v], ends)
+    return longest

@@ -13,15 +13,29 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, TypeVar, cast
+from heapq import heappop, heappush
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    Required,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_type_hints,
+)
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.order import topological_order
+from graphs.names import suggestion
 from graphs.printable import check_printable
 
 Item = TypeVar("Item", bound=np.generic)
@@ -45,104 +59,94 @@ ANY_KIND: Final = "*"
 LARGEST_BYTES: Final = 1 << 60
 
 
-class OpAttributes(TypedDict):
-    """Attributes of a node, all present once :func:`add_op` has added it."""
+class OpAttributes(TypedDict, total=False):
+    """Attributes of a node with their defaults; all are present once :func:`add_op` has added it.
 
-    op: str  # name of the operation, such as "convolution"
-    phase: Phase
-    module: str  # path of the owning module, "" for the model itself
-    flops: int
-    moved_bytes: int  # inputs read + outputs written
-    output_bytes: int  # without gradients of parameters, see gradient_bytes
-    parameter_bytes: int  # parameters that live where this op runs
-    gradient_bytes: int  # gradients of these parameters
-    optimizer_bytes: int  # optimizer state of these parameters
-    saved_bytes: int  # part of the output that backward needs
-    workspace_bytes: int  # scratch memory while it runs
-    colocate: str | None  # ops with the same group id share a device
-    devices: tuple[str, ...] | None  # the only devices allowed, None: all
-    cost_s: Mapping[str, float]  # {device kind or "*": seconds}
-    cost_source: Mapping[str, str]  # {same keys: source}, where it is not the graph's
-
-
-def add_op(
-    graph: nx.DiGraph[str],
-    op_id: str,
-    *,
-    cost_s: Mapping[str, float],
-    cost_source: Mapping[str, str] | None = None,
-    op: str = "",
-    phase: Phase = "forward",
-    module: str = "",
-    flops: int = 0,
-    moved_bytes: int = 0,
-    output_bytes: int = 0,
-    parameter_bytes: int = 0,
-    gradient_bytes: int = 0,
-    optimizer_bytes: int = 0,
-    saved_bytes: int = 0,
-    workspace_bytes: int = 0,
-    colocate: str | None = None,
-    devices: tuple[str, ...] | None = None,
-) -> None:
-    """Check the attributes of an op and add it.
-
-    Raises:
-        ValueError: the id exists already or is not printable text, a number is negative, not finite
-            or too large, ``cost_source`` names a kind without cost, the phase is unknown, the list
-            of devices is empty, or a text cannot be printed. The message starts with the op's id.
+    This is the only list of them: checks, columns of :class:`GraphArrays` and keys of graph files
+    derive from it.
     """
-    if not op_id or not op_id.isprintable():
-        raise ValueError(f"op {op_id!r}: an id must be printable text, not empty")
-    for what, text in (("op", op), ("module", module), ("colocate", colocate or "")):
-        check_printable(text, f"op {op_id!r}: {what}")
+
+    op: Annotated[str, ""]  # name of the operation, such as "convolution"; default: the id
+    cost_s: Required[Mapping[str, float]]  # {device kind or "*": seconds}
+    cost_source: Annotated[Mapping[str, str], {}]  # {same keys: source}, if not the graph's
+    phase: Annotated[Phase, "forward"]
+    module: Annotated[str, ""]  # path of the owning module, "" for the model itself
+    flops: Annotated[int, 0]
+    moved_bytes: Annotated[int, 0]  # inputs read + outputs written
+    output_bytes: Annotated[int, 0]  # without gradients of parameters, see gradient_bytes
+    parameter_bytes: Annotated[int, 0]  # parameters that live where this op runs
+    gradient_bytes: Annotated[int, 0]  # gradients of these parameters
+    optimizer_bytes: Annotated[int, 0]  # optimizer state of these parameters
+    saved_bytes: Annotated[int, 0]  # part of the output that backward needs
+    workspace_bytes: Annotated[int, 0]  # scratch memory while it runs
+    colocate: Annotated[str | None, None]  # ops with the same group id share a device
+    devices: Annotated[tuple[str, ...] | None, None]  # the only devices allowed, None: all
+
+
+ATTRIBUTES: Final[Mapping[str, Any]] = get_type_hints(OpAttributes)
+"""Type of each attribute of an op."""
+DEFAULTS: Final[Mapping[str, Any]] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(OpAttributes, include_extras=True).items()
+    if name != "cost_s"
+}
+"""Defaults of all attributes but ``cost_s``, which is required."""
+SIZES: Final = tuple(name for name, kind in ATTRIBUTES.items() if kind is int)
+"""The attributes that are counts or bytes, each a column of :class:`GraphArrays`."""
+
+
+def add_op(graph: nx.DiGraph[str], op_id: str, **attributes: Unpack[OpAttributes]) -> None:
+    """Check the attributes of an op, add defaults for those not given, and add the op.
+
+    An attribute that breaks the schema is a ValueError whose message starts with the op's id.
+    """
     if op_id in graph:
         raise ValueError(f"op {op_id!r} is there already; ids must be unique")
-    if phase not in PHASES:
-        raise ValueError(f"op {op_id!r}: phase is {phase!r}, not one of {', '.join(PHASES)}")
-    _check_costs(cost_s, op_id)
-    if unknown := sorted(set(cost_source or {}) - set(cost_s)):
-        raise ValueError(f"op {op_id!r}: cost_source names {unknown[0]!r}, which has no cost_s")
-    sizes = {
-        "flops": flops,
-        "moved_bytes": moved_bytes,
-        "output_bytes": output_bytes,
-        "parameter_bytes": parameter_bytes,
-        "gradient_bytes": gradient_bytes,
-        "optimizer_bytes": optimizer_bytes,
-        "saved_bytes": saved_bytes,
-        "workspace_bytes": workspace_bytes,
-    }
-    for name, size in sizes.items():
-        _check_size(size, f"op {op_id!r}: {name}")
-    if devices is not None and not devices:
-        raise ValueError(f"op {op_id!r}: the list of allowed devices is empty")
-    attributes: OpAttributes = {
-        "op": op or op_id,
-        "phase": phase,
-        "module": module,
-        "flops": flops,
-        "moved_bytes": moved_bytes,
-        "output_bytes": output_bytes,
-        "parameter_bytes": parameter_bytes,
-        "gradient_bytes": gradient_bytes,
-        "optimizer_bytes": optimizer_bytes,
-        "saved_bytes": saved_bytes,
-        "workspace_bytes": workspace_bytes,
-        "colocate": colocate,
-        "devices": devices,
-        "cost_s": dict(cost_s),
-        "cost_source": dict(cost_source or {}),
-    }
-    graph.add_node(op_id, **attributes)
+    node = {**DEFAULTS, **attributes}
+    if fault := _op_fault(op_id, node):
+        raise ValueError(f"op {op_id!r}: {fault}")
+    node |= {name: int(node[name]) for name in SIZES}
+    node["op"] = node["op"] or op_id
+    node["cost_s"] = {kind: float(seconds) for kind, seconds in node["cost_s"].items()}
+    node["cost_source"] = dict(node["cost_source"])
+    graph.add_node(op_id, **node)
+
+
+def _op_fault(op_id: str, node: Mapping[str, Any]) -> str | None:
+    """Return the first violation of the schema by an op, None for none."""
+    if not (isinstance(op_id, str) and op_id and op_id.isprintable()):
+        return "an id must be printable text, not empty"
+    if node.keys() != ATTRIBUTES.keys():
+        for name in node.keys() - ATTRIBUTES.keys():
+            return f"unknown attribute {name!r}{suggestion(name, ATTRIBUTES)}"
+        return f"lacks {', '.join(sorted(ATTRIBUTES.keys() - node.keys()))}"
+    for name in ("op", "module", "colocate"):
+        if not (node[name] or "").isprintable():
+            check_printable(node[name], f"op {op_id!r}: {name}")
+    if node["phase"] not in PHASES:
+        return f"phase is {node['phase']!r}, not one of {', '.join(PHASES)}"
+    if not isinstance(node["cost_s"], Mapping):
+        return f"cost_s is {node['cost_s']!r}, not {{device kind: seconds}}"
+    for kind, seconds in node["cost_s"].items():
+        if not 0 <= seconds < math.inf:
+            return f"cost_s[{kind!r}] is {seconds}, not a time >= 0"
+    for kind in node["cost_source"]:
+        if kind not in node["cost_s"]:
+            return f"cost_source names {kind!r}, which has no cost_s"
+    for name in SIZES:
+        if not _is_size(node[name]):
+            return f"{name} is {node[name]}, not within 0 .. 2**60"
+    if node["devices"] is not None and not node["devices"]:
+        return "the list of allowed devices is empty"
+    return None
+
+
+def _is_size(value: int) -> bool:
+    return 0 <= value <= LARGEST_BYTES and value == int(value)
 
 
 def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None = None) -> None:
-    """Add an edge: ``target`` reads ``moved`` bytes of ``source``'s output (default: all of it).
-
-    Raises:
-        ValueError: an end is missing, the edge exists or is a loop, or the bytes are out of range.
-    """
+    """Add an edge: ``target`` reads ``moved`` bytes of ``source``'s output (default: all of it)."""
     if source not in graph or target not in graph:
         end = target if source in graph else source
         raise ValueError(f"edge {source!r} -> {target!r}: there is no op {end!r}")
@@ -151,8 +155,13 @@ def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None
     if graph.has_edge(source, target):
         raise ValueError(f"edge {source!r} -> {target!r} is there already; add its bytes up")
     size = attributes_of(graph, source)["output_bytes"] if moved is None else moved
-    _check_size(size, f"edge {source!r} -> {target!r}: bytes")
-    graph.add_edge(source, target, bytes=size)
+    _check_edge(source, target, size)
+    graph.add_edge(source, target, bytes=int(size))
+
+
+def _check_edge(source: str, target: str, size: int) -> None:
+    if not _is_size(size):
+        raise ValueError(f"edge {source!r} -> {target!r}: bytes is {size}, not within 0 .. 2**60")
 
 
 def attributes_of(graph: nx.DiGraph[str], op_id: str) -> OpAttributes:
@@ -160,20 +169,25 @@ def attributes_of(graph: nx.DiGraph[str], op_id: str) -> OpAttributes:
     return cast(OpAttributes, graph.nodes[op_id])
 
 
-def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
-    """Return the source of an op's cost on a device kind, "" if it is unknown.
-
-    As with the costs themselves, ``"*"`` covers the kinds that are not named.
-    """
-    own = attributes_of(graph, op_id)
-    known = kind if kind in own["cost_s"] else ANY_KIND
-    of_kind: Mapping[str, str] = graph.graph.get("cost_source", {})
-    return own["cost_source"].get(known, of_kind.get(known, ""))
-
-
 def new_graph(name: str, cost_source: Mapping[str, str] | None = None) -> nx.DiGraph[str]:
     """Return an empty graph with the graph-level attributes of the schema."""
     return nx.DiGraph(name=name, cost_source=dict(cost_source or {}))
+
+
+def completed(graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
+    """Return a checked copy of a hand-made graph, with defaults for the attributes it lacks.
+
+    As in graph files, a node needs ``cost_s``, an edge nothing: its ``bytes`` default to the
+    ``output_bytes`` of its source. What breaks the schema is a ValueError.
+    """
+    whole = new_graph(str(graph.graph.get("name", "")), graph.graph.get("cost_source"))
+    for op_id, node in graph.nodes(data=True):
+        add_op(whole, op_id, **node)
+    for source, target, edge in graph.edges(data=True):
+        if unknown := edge.keys() - {"bytes"}:
+            raise ValueError(f"edge {source!r} -> {target!r}: unknown attribute {min(unknown)!r}")
+        add_edge(whole, source, target, edge.get("bytes"))
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -236,63 +250,46 @@ class GraphArrays:
         """Convert a networkx graph to arrays.
 
         Raises:
-            ValueError: the graph is empty, has a cycle (the message shows one), or has a node or an
-                edge without the attributes of the schema, or with a number out of range.
+            ValueError: the graph is empty, has a cycle (the message shows one), or breaks the
+                schema; :func:`completed` adds attributes that are missing.
         """
+        name = str(graph.graph.get("name", ""))
         if len(graph) == 0:
-            raise ValueError(f"graph {graph.graph.get('name', '')!r} has no ops")
+            raise ValueError(f"graph {name!r} has no ops")
         _check_schema(graph)
-        ids = tuple(graph)
-        index = {op_id: i for i, op_id in enumerate(ids)}
-        nodes = [attributes_of(graph, op_id) for op_id in ids]
-        source, target, size = _edges(graph, index)
-        start, successors, order = csr(source, target, len(ids))
-        edge_bytes = size[order]
-        edge_source = source[order]
-        predecessor_start, predecessors, predecessor_edge = csr(successors, edge_source, len(ids))
+        index = {op_id: i for i, op_id in enumerate(graph)}
+        nodes: list[dict[str, Any]] = [node for _, node in graph.nodes(data=True)]
+        source = np.array([index[op_id] for op_id, _ in graph.edges], np.int32)
+        target = np.array([index[op_id] for _, op_id in graph.edges], np.int32)
+        edge_bytes = np.array([edge["bytes"] for *_, edge in graph.edges(data=True)], np.int64)
         groups: dict[str, int] = {}
         group = [
             -1 if (g := node["colocate"]) is None else groups.setdefault(g, len(groups))
             for node in nodes
         ]
-        kinds = sorted({kind for node in nodes for kind in node["cost_s"]})
 
-        def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
-            values = [cast(Mapping[str, Any], node)[name] for node in nodes]
-            return frozen(np.array(values, dtype=dtype))
+        def column(values: Iterable[Any], dtype: type[Item]) -> NDArray[Item]:
+            return frozen(np.fromiter(values, dtype, len(nodes)))
 
+        sizes: dict[str, Any] = {
+            name: column((node[name] for node in nodes), np.int64) for name in SIZES
+        }
         return cls(
-            name=str(graph.graph.get("name", "")),
+            name=name,
             hash=graph_hash(graph),
-            ids=ids,
+            ids=tuple(graph),
             ops=tuple(node["op"] for node in nodes),
             modules=tuple(node["module"] for node in nodes),
-            phase=frozen(np.array([PHASES.index(node["phase"]) for node in nodes], np.int8)),
-            flops=column("flops", np.int64),
-            moved_bytes=column("moved_bytes", np.int64),
-            output_bytes=column("output_bytes", np.int64),
-            parameter_bytes=column("parameter_bytes", np.int64),
-            gradient_bytes=column("gradient_bytes", np.int64),
-            optimizer_bytes=column("optimizer_bytes", np.int64),
-            saved_bytes=column("saved_bytes", np.int64),
-            workspace_bytes=column("workspace_bytes", np.int64),
-            group=frozen(np.array(group, np.int32)),
+            phase=column((PHASES.index(node["phase"]) for node in nodes), np.int8),
+            group=column(group, np.int32),
             allowed=tuple(node["devices"] for node in nodes),
             cost_s={
-                kind: frozen(
-                    np.array([node["cost_s"].get(kind, np.nan) for node in nodes], np.float64)
-                )
-                for kind in kinds
+                kind: column((node["cost_s"].get(kind, math.nan) for node in nodes), np.float64)
+                for kind in sorted({kind for node in nodes for kind in node["cost_s"]})
             },
-            successor_start=frozen(start),
-            successors=frozen(successors),
-            edge_bytes=frozen(edge_bytes),
-            predecessor_start=frozen(predecessor_start),
-            predecessors=frozen(predecessors),
-            predecessor_edge=frozen(predecessor_edge),
-            topological=frozen(
-                np.array([index[op_id] for op_id in topological_order(graph)], np.int32)
-            ),
+            topological=column((index[op_id] for op_id in topological_order(graph)), np.int32),
+            **sizes,
+            **adjacency(source, target, edge_bytes, len(nodes)),
         )
 
     def costs_for(self, kind: str) -> NDArray[np.float64]:
@@ -326,44 +323,68 @@ def graph_hash(graph: nx.DiGraph[str]) -> str:
 
 
 def _check_schema(graph: nx.DiGraph[str]) -> None:
-    for op_id, data in graph.nodes(data=True):
-        if missing := sorted(OpAttributes.__required_keys__ - data.keys()):
-            raise ValueError(f"op {op_id!r} lacks {', '.join(missing)}: add ops with add_op")
-        for name, value in data.items():
-            if name == "flops" or name.endswith("_bytes"):
-                _check_size(value, f"op {op_id!r}: {name}")
-        _check_costs(data["cost_s"], op_id)
-    for source, target, data in graph.edges(data=True):
-        if "bytes" not in data:
+    for op_id, node in graph.nodes(data=True):
+        if fault := _op_fault(op_id, node):
+            raise ValueError(f"op {op_id!r}: {fault}")
+    for source, target, edge in graph.edges(data=True):
+        if "bytes" not in edge:
             raise ValueError(f"edge {source!r} -> {target!r} lacks bytes: add edges with add_edge")
-        _check_size(data["bytes"], f"edge {source!r} -> {target!r}: bytes")
+        _check_edge(source, target, edge["bytes"])
 
 
-def _check_costs(cost_s: Mapping[str, float], op_id: str) -> None:
-    for kind, seconds in cost_s.items():
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"op {op_id!r}: cost_s[{kind!r}] is {seconds}, not a time >= 0")
-
-
-def _check_size(size: int, what: str) -> None:
-    if not 0 <= size <= LARGEST_BYTES:
-        raise ValueError(f"{what} is {size}, not within 0 .. 2**60")
-
-
-def _edges(
-    graph: nx.DiGraph[str], index: Mapping[str, int]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    edges = [(index[a], index[b], data["bytes"]) for a, b, data in graph.edges(data=True)]
-    source = np.array([e[0] for e in edges], np.int32)
-    target = np.array([e[1] for e in edges], np.int32)
-    return source, target, np.array([e[2] for e in edges], np.int64)
+def adjacency(
+    source: NDArray[np.integer[Any]],
+    target: NDArray[np.integer[Any]],
+    edge_bytes: NDArray[np.int64],
+    count: int,
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of :class:`GraphArrays` that describe edges, by name."""
+    start, successors, order = csr(source, target, count)
+    predecessor_start, predecessors, predecessor_edge = csr(successors, source[order], count)
+    arrays: dict[str, NDArray[Any]] = {
+        "successor_start": start,
+        "successors": successors,
+        "edge_bytes": edge_bytes[order],
+        "predecessor_start": predecessor_start,
+        "predecessors": predecessors,
+        "predecessor_edge": predecessor_edge,
+    }
+    return {name: frozen(array) for name, array in arrays.items()}
 
 
 def csr(
-    rows: NDArray[np.int32], columns: NDArray[np.int32], count: int
+    rows: NDArray[np.integer[Any]], columns: NDArray[np.integer[Any]], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Return row starts (count+1), columns sorted by row and column, and the permutation."""
     order = np.lexsort((columns, rows)).astype(np.int32)
     start = np.zeros(count + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=count), out=start[1:])
-    return start, columns[order], order
+    return start, columns[order].astype(np.int32), order
+
+
+def topological_order(graph: nx.DiGraph[str]) -> list[str]:
+    """Return all ops in topological order; of those that could come next, the one added first.
+
+    A cycle is a ValueError that shows it.
+    """
+    ids = list(graph)
+    index = {op_id: i for i, op_id in enumerate(ids)}
+    readers = [[index[op_id] for op_id in reading] for _, reading in graph.adjacency()]
+    missing = [0] * len(ids)
+    for reading in readers:
+        for i in reading:
+            missing[i] += 1
+    ready = [i for i, count in enumerate(missing) if not count]
+    order: list[str] = []
+    while ready:
+        done = heappop(ready)
+        order.append(ids[done])
+        for i in readers[done]:
+            missing[i] -= 1
+            if not missing[i]:
+                heappush(ready, i)
+    if len(order) < len(ids):
+        cycle = [source for source, *_ in nx.find_cycle(graph)]
+        shown = " -> ".join([*cycle[:6], "..."] if len(cycle) > 6 else [*cycle, cycle[0]])
+        raise ValueError(f"the graph has a cycle of {len(cycle)} ops: {shown}")
+    return order

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,31 +25,23 @@ import networkx as nx
 
 from graphs.files import write_whole
 from graphs.graph import (
+    ATTRIBUTES,
+    DEFAULTS,
     OpAttributes,
+    Phase,
     add_edge,
     add_op,
     attributes_of,
     new_graph,
+    topological_order,
 )
-from graphs.order import topological_order
 from graphs.printable import check_printable
 from graphs.strict_json import array, fields, load_checked, number, table, text, whole
 
 FORMAT: Final = "placer-graph/1"
 
-_SIZES: Final = (
-    "flops",
-    "moved_bytes",
-    "output_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "saved_bytes",
-    "workspace_bytes",
-)
-_TEXTS: Final = ("op", "phase", "module")
 _GRAPH_KEYS: Final = frozenset({"format", "name", "cost_source", "nodes", "edges"})
-_NODE_KEYS: Final = frozenset(OpAttributes.__required_keys__) | {"id"}
+_NODE_KEYS: Final = frozenset(ATTRIBUTES) | {"id"}
 _EDGE_KEYS: Final = frozenset({"source", "target", "bytes"})
 
 
@@ -112,7 +104,9 @@ def graph_from_dict(data: object) -> nx.DiGraph[str]:
     if top["format"] != FORMAT:
         shown = reprlib.repr(top["format"])
         raise ValueError(f"format is {shown}, this version reads {FORMAT!r}")
-    graph = new_graph(text(top.get("name", ""), "name"), _sources(top, "cost_source"))
+    graph = new_graph(
+        text(top.get("name", ""), "name"), _texts(top.get("cost_source", {}), "cost_source")
+    )
     for i, item in enumerate(array(top["nodes"], "nodes")):
         _read_node(graph, item, f"nodes[{i}]")
     for i, item in enumerate(array(top.get("edges", []), "edges")):
@@ -125,62 +119,63 @@ def graph_from_dict(data: object) -> nx.DiGraph[str]:
 
 
 def _node_to_dict(op_id: str, node: OpAttributes) -> dict[str, Any]:
-    data: dict[str, Any] = {"id": op_id}
-    if node["op"] != op_id:
-        data["op"] = node["op"]
-    data["cost_s"] = {kind: float(seconds) for kind, seconds in node["cost_s"].items()}
-    if node["cost_source"]:
-        data["cost_source"] = dict(node["cost_source"])
-    if node["phase"] != "forward":
-        data["phase"] = node["phase"]
-    if node["module"]:
-        data["module"] = node["module"]
-    sizes: Mapping[str, Any] = node
-    data |= {name: int(sizes[name]) for name in _SIZES if sizes[name]}
-    if node["colocate"] is not None:
-        data["colocate"] = node["colocate"]
+    """Return an op without the attributes that have their defaults."""
+    values: Mapping[str, Any] = node
+    usual = {**DEFAULTS, "op": op_id, "cost_s": None}
+    data = {name: values[name] for name in ATTRIBUTES if values[name] != usual[name]}
     if node["devices"] is not None:
         data["devices"] = list(node["devices"])
-    return data
+    return {"id": op_id, **data}
 
 
 def _read_node(graph: nx.DiGraph[str], item: object, where: str) -> None:
     node = fields(item, where, _NODE_KEYS, required=("id", "cost_s"))
-    costs = table(node["cost_s"], f"{where}.cost_s")
-    # Error paths are formatted for unusual types only: that takes longer than the check.
-    given: dict[str, Any] = {
-        "cost_s": {
-            kind: s if type(s) is float else number(s, f"{where}.cost_s[{kind!r}]")
-            for kind, s in costs.items()
-        }
-    }
-    if "cost_source" in node:
-        given["cost_source"] = _sources(node, f"{where}.cost_source")
-    for key in _TEXTS:
-        if key in node:
-            value = node[key]
-            given[key] = value if type(value) is str else text(value, f"{where}.{key}")
-    for key in _SIZES:
-        if key in node:
-            value = node[key]
-            given[key] = value if type(value) is int else whole(value, f"{where}.{key}")
-    if node.get("colocate") is not None:
-        given["colocate"] = text(node["colocate"], f"{where}.colocate")
-    if node.get("devices") is not None:
-        names = array(node["devices"], f"{where}.devices")
-        given["devices"] = tuple(
-            text(name, f"{where}.devices[{i}]") for i, name in enumerate(names)
-        )
     op_id = text(node["id"], f"{where}.id")
+    # Most values have the right type; their error paths would take longer than the check.
+    attributes: Any = {
+        name: value
+        if type(value) is ATTRIBUTES[name]
+        else _READERS[ATTRIBUTES[name]](value, f"{where}.{name}")
+        for name, value in node.items()
+        if name != "id"
+    }
     try:
-        add_op(graph, op_id, **given)
+        add_op(graph, op_id, **attributes)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _sources(item: Mapping[str, Any], where: str) -> dict[str, str]:
-    sources = table(item.get("cost_source", {}), where)
-    return {kind: text(value, f"{where}[{kind!r}]") for kind, value in sources.items()}
+def _texts(value: object, where: str) -> dict[str, str]:
+    return {key: text(item, f"{where}[{key!r}]") for key, item in table(value, where).items()}
+
+
+def _seconds(value: object, where: str) -> dict[str, float]:
+    return {
+        kind: seconds if type(seconds) is float else number(seconds, f"{where}[{kind!r}]")
+        for kind, seconds in table(value, where).items()
+    }
+
+
+def _optional_text(value: object, where: str) -> str | None:
+    return None if value is None else text(value, where)
+
+
+def _optional_names(value: object, where: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return tuple(text(name, f"{where}[{i}]") for i, name in enumerate(array(value, where)))
+
+
+_READERS: Final[Mapping[Any, Callable[[object, str], Any]]] = {
+    str: text,
+    int: whole,
+    Phase: text,
+    str | None: _optional_text,
+    tuple[str, ...] | None: _optional_names,
+    Mapping[str, str]: _texts,
+    Mapping[str, float]: _seconds,
+}
+"""How a value of a file becomes an attribute, by the attribute's type."""
 
 
 def _read_edge(graph: nx.DiGraph[str], item: object, where: str) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from graphs.coarsen.merging import absorbed, colocated, cut
 from graphs.coarsen.sizes import GroupSizes
+from graphs.costs import cost_source
 from graphs.graph import (
     ANY_KIND,
     PHASES,
@@ -27,7 +28,6 @@ from graphs.graph import (
     add_edge,
     add_op,
     attributes_of,
-    cost_source,
     frozen,
     new_graph,
 )

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from graphs.costs import call_flops
 from graphs.extract.calls import operator_name, owner
 from graphs.extract.lineage import accumulates, forward_ops, is_backward, tagged_call
 from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value
+from graphs.flops import call_flops
 from graphs.graph import Phase
 from graphs.synthetic.mirror import ACCUMULATES
 from graphs.workload import ExtractionError

@@ -232,7 +232,7 @@ def _graph(
             colocate=groups.get(node),
             devices=None,
             cost_s=cost_s,
-            cost_source=None,
+            cost_source={},
             output_bytes=sizes.output_bytes[node],
             workspace_bytes=sizes.workspace_bytes[node],
             **{name: column[node] for name, column in sizes.sums.items()},

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 
-from graphs.graph import add_edge, add_op, attributes_of, new_graph
-from graphs.order import topological_order
+from graphs.graph import add_edge, add_op, attributes_of, new_graph, topological_order
 
 WEIGHT: str = "weight"
 """Op that only holds parameters; its backward op adds up the gradients of all its readers."""

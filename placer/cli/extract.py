@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
     why = _why_not(args) or why_not_outputs({"--out": args.out}, inputs)
     if why is not None:
         return fail(BAD_USAGE, why)
+    from graphs.costs import GraphSummary
     from graphs.extract import ExtractionError
     from graphs.graph_file import save_graph
-    from graphs.summary import GraphSummary
     from placer.messages import extraction_remarks
     from placer.report.console import stdout_console
     from placer.report.summary import print_summary, summary_to_dict

@@ -15,7 +15,7 @@ from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator, ReplicaStep
 from envs.replicas.topology import SlotNetwork, replica_groups, slot_networks
 from envs.replication import Replication
-from graphs.batch import with_part_of_batch
+from graphs.costs import with_part_of_batch
 from graphs.gradients import Gradients
 from graphs.graph import GraphArrays
 from placer.replicate.result import CurvePoint, Split, share_of_ideal

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import networkx as nx
 
 from envs.hardware.cluster import Cluster
-from graphs.batch import with_part_of_batch
+from graphs.costs import with_part_of_batch
 from placer.costed_step import costed_step
 from placer.job import Job
 from placer.progress import Progress
@@ -48,7 +48,7 @@ class GraphSource:
         self.cluster = cluster
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the scaled graph; see :func:`graphs.batch.with_part_of_batch`."""
+        """Return the scaled graph; see :func:`graphs.costs.with_part_of_batch`."""
         return with_part_of_batch(self.whole, parts)
 
 

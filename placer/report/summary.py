@@ -15,7 +15,7 @@ from placer.milliseconds import milliseconds
 from placer.report.table import human_flops
 
 if TYPE_CHECKING:
-    from graphs.summary import GraphSummary, Work
+    from graphs.costs import GraphSummary, Work
 
 
 def print_summary(summary: GraphSummary, console: Console) -> None:

@@ -6,8 +6,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from graphs.costs import with_costs
-from graphs.graph import add_op, cost_source, new_graph
+from graphs.costs import cost_source, with_costs
+from graphs.graph import add_op, new_graph
 
 
 def three_ops() -> nx.DiGraph[str]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from graphs.costs import GraphSummary, critical_path_s
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.summary import GraphSummary, critical_path_s
 from placer.report.summary import print_summary
 
 

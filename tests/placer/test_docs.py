@@ -27,7 +27,7 @@ import pytest
 from envs.hardware.cluster import Device, Link, cluster_from_dict
 from envs.placement import Placement
 from envs.replication import Replication
-from graphs.graph import OpAttributes
+from graphs.graph import ATTRIBUTES
 from graphs.graph_file import graph_from_dict
 from placer.cli.commands import build_parser
 from placer.cli.main import main
@@ -226,7 +226,7 @@ def test_files_that_are_shown_can_be_read() -> None:
     ("page", "names"),
     [
         ("devices.md", [field.name for kind in (Device, Link) for field in fields(kind)]),
-        ("file-formats.md", [*OpAttributes.__required_keys__]),
+        ("file-formats.md", [*ATTRIBUTES]),
         (
             "file-formats.md",
             [*REPLICAS.to_dict(), *REPLICAS.to_dict()["reduction"]],

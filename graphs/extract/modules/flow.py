@@ -17,11 +17,11 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphs.costs import flops_by_formula, is_composite
 from graphs.extract.calls import ModuleCall
 from graphs.extract.modules.units import Unit, Units
 from graphs.extract.refusals import writes_input
 from graphs.extract.trial import forward_of
+from graphs.flops import flops_by_formula, is_composite
 from graphs.workload import Workload
 
 

@@ -23,8 +23,7 @@ from graphs.extract.modules.units import Unit
 from graphs.extract.refusals import explained, own_backward_refused, quiet
 from graphs.extract.substitute import in_its_mode
 from graphs.extract.trial import runnable, try_fakes
-from graphs.graph import add_edge, add_op, new_graph
-from graphs.order import topological_order
+from graphs.graph import add_edge, add_op, new_graph, topological_order
 from graphs.synthetic.mirror import backward_id
 from graphs.workload import ExtractionError, StepError, Workload
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from envs.problem import NO_QUEUE, Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
 from envs.simulator.critical_path import Holder, Stretch, critical_path, critical_path_to_list
-from graphs.flat import flat_graph
+from graphs.synthetic.flat import flat_graph
 from tests.helpers.simulator_cases import fork, one_kind, problem_of, random_case
 
 

@@ -24,9 +24,9 @@ from envs.costs.modules import profile_modules
 from envs.executors.cores.lists import device_lists
 from envs.executors.cores.placed import PlacedModel
 from envs.hardware.cluster import Cluster, Device
-from graphs.costs import further_formulas
 from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS
+from graphs.flops import further_formulas
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from tests.helpers import one_process, tiny_models, tiny_reference_models, tiny_transformers

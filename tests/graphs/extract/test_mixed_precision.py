@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from envs.executors.cores.lists import device_lists
 from envs.executors.cores.placed import PlacedModel
 from envs.hardware.discover import discover
-from graphs.costs import further_formulas
 from graphs.extract import Extraction, ExtractionError, Workload, extract
+from graphs.flops import further_formulas
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from tests.helpers import one_process, tiny_models, tiny_transformers

@@ -27,7 +27,7 @@ from envs.replicas.step import ReplicaSimulator
 from envs.replicas.topology import levels_of, slot_networks
 from envs.replication import Replication
 from envs.simulator import Simulator
-from graphs.batch import with_part_of_batch
+from graphs.costs import with_part_of_batch
 from graphs.extract import Workload
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.graph_file import save_graph

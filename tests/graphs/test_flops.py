@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphs.costs import call_flops, further_formulas
 from graphs.extract import Extraction, Workload, extract
+from graphs.flops import call_flops, further_formulas
 from graphs.models import TwoTowers, TwoTowersConfig
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.in_turn import in_turn
