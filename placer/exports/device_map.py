@@ -24,7 +24,7 @@ from placer.exports.placed_modules import (
     layer_of,
     stacks,
 )
-from placer.exports.renaming import ExportError, check_main_device
+from placer.exports.renaming import ExportError, check_of_torch
 
 MOST_TRIED: Final = 16
 """Number of other devices tried for joined modules: each takes a dry run and a prediction."""
@@ -34,7 +34,7 @@ ON_HOST: Final = (
 )
 OFFLOADED: Final = (
     "in a device_map cpu means offloaded: accelerate sends these weights to the main device in "
-    "every step; with --main-device cpu it computes on the CPU"
+    "every step; with the main device cpu it computes on the CPU"
 )
 
 
@@ -48,8 +48,8 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     """
     placed.check_torch_devices()
     placed_on = {op.device for op in placed.ops}
-    check_main_device(placed.main_device, placed_on)
     main_device = placed.main_device or main_device_of(placed_on)
+    check_of_torch([main_device], placed.placed_on)
     units = MapUnits(placed, main_device)
     units.join_conflicts()
     may_offload = main_device != HOST and HOST in placed_on
@@ -63,9 +63,8 @@ def device_map(placed: PlacedModules) -> FormatOutput:
         if main_device != HOST and placed.step.training:
             raise ExportError(
                 "in a device_map cpu means offloaded: accelerate would compute these modules on "
-                f"{main_device} and give their parameters no gradients. Export for a model that is "
-                'fed on the CPU (--main-device cpu, and dispatch_model(..., main_device="cpu")), '
-                "or place without cpu"
+                f"{main_device} and give their parameters no gradients. Export for the main device "
+                'cpu and use dispatch_model(..., main_device="cpu"), or place without cpu'
             )
         remedy = ON_HOST if main_device == HOST else OFFLOADED
     return FormatOutput(

@@ -88,7 +88,7 @@ def _only_stack(placed: PlacedModules) -> Stack:
         raise ExportError(f"{name} has no list of like layers that could be counted")
     raise ExportError(
         f"{name} has {len(found)} lists of layers, {', '.join(stack.path for stack in found)}, but "
-        "counts are of one; --format pipeline names split points instead"
+        "counts are of one; the format pipeline names split points instead"
     )
 
 

@@ -58,7 +58,7 @@ def _experts(placed: PlacedModules) -> dict[int, list[str]]:
     if len(found) > 1:
         raise ExportError(
             f"{name} has experts in {len(found)} lists of layers, {', '.join(found)}, but "
-            "overrides name layers by number alone; --format device-map names modules instead"
+            "overrides name layers by number alone; the format device-map names modules instead"
         )
     [only] = found.values()
     return only
@@ -70,6 +70,4 @@ def _buffer(device: str) -> str:
         return "CPU"
     if kind == "cuda":
         return f"CUDA{index or 0}"
-    raise ExportError(
-        f"llama.cpp has no buffer for {device}: say what it stands for, as in --as {device}=cpu"
-    )
+    raise ExportError(f"llama.cpp has no buffer for {device}: rename it, as in {device}=cpu")

@@ -18,7 +18,7 @@ from graphs.extract import Extraction, Workload
 from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph
 from graphs.graph import PHASES, GraphArrays
-from placer.exports.renaming import RenamingError, check_renamed, unknown_devices
+from placer.exports.renaming import check_of_torch, check_renamed
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 PredictStep = Callable[[Mapping[str, str]], StepResult]
@@ -42,16 +42,16 @@ class PlacedModules:
     """The forward ops of a placed step in program order, and their model.
 
     ``backward`` are the backward ops; if modules are placed, they run with their forward calls.
-    ``main_device`` is the device of the model's inputs, None if the format decides.
+    ``placed_on`` are all devices of the placement, before they were renamed. ``main_device`` is the
+    device of the model's inputs, None if the format decides.
     ``predict_step`` predicts the step if calls run on {call: device}, None if costs are unknown.
-    ``renaming_needed`` is a message about devices that torch lacks, or "".
     """
 
     extraction: Extraction
     ops: tuple[PlacedOp, ...]
     backward: tuple[PlacedOp, ...] = ()
     main_device: str | None = None
-    renaming_needed: str = ""
+    placed_on: tuple[str, ...] = ()
     predict_step: PredictStep | None = None
 
     @classmethod
@@ -105,9 +105,7 @@ class PlacedModules:
             ops=tuple(ops),
             backward=tuple(of_phase[BACKWARD]),
             main_device=main_device,
-            renaming_needed=unknown_devices(
-                {op.device for op in ops}, names, placement.device_names
-            ),
+            placed_on=placement.device_names,
             predict_step=predict_step,
         )
 
@@ -122,13 +120,8 @@ class PlacedModules:
         return self.step.model
 
     def check_torch_devices(self) -> None:
-        """Check that torch has the devices of all forward ops.
-
-        Raises:
-            RenamingError: torch lacks one; the message says how to rename it.
-        """
-        if self.renaming_needed:
-            raise RenamingError(self.renaming_needed)
+        """Check that torch has the devices of all forward ops."""
+        check_of_torch({op.device for op in self.ops}, self.placed_on)
 
     @cached_property
     def _work(self) -> dict[str, dict[str, tuple[int, int]]]:

@@ -19,7 +19,7 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.exports.device_map import OFFLOADED, ON_HOST, device_map
-from placer.exports.dry_run import Conflict, flow
+from placer.exports.dry_run import flow
 from placer.exports.format import Exported, export_extracted
 from placer.exports.placed_modules import PlacedModules, around, parent
 from placer.exports.renaming import ExportError
@@ -270,15 +270,6 @@ def test_a_module_of_the_map_without_parameters_gets_what_it_reads() -> None:
         )
 
 
-def test_the_dry_run_on_paper_finds_where_two_devices_meet() -> None:
-    extraction = extracted("meeting")
-    devices = {"left": "cuda:0", "right.0": "cuda:1", "right.2": "cuda:1", "head": "cuda:0"}
-    found = flow(extraction.forward, extraction.step, devices, "cuda:0").conflict
-    assert found == Conflict("", ("left", "right.2"), "add")
-    devices["right.2"] = "cuda:0"
-    assert flow(extraction.forward, extraction.step, devices, "cuda:0").conflict is None
-
-
 def test_one_device_is_one_entry() -> None:
     extraction = extracted("gpt2")
     placement = random_placement(extraction, ("cuda:3",), 0)
@@ -308,9 +299,9 @@ def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
     extraction = extracted("llama")
     cores = ("core:0", "core:1")
     placement = cut_placement(extraction, cores, ("model.layers.1",), of_calls=False)
-    with pytest.raises(ExportError, match="--as core:0=cuda:0,core:1=cuda:1"):
+    with pytest.raises(ExportError, match="as in core:0=cuda:0,core:1=cuda:1"):
         device_map(PlacedModules.of(extraction, placement))
-    with pytest.raises(ExportError, match="core:7, but the placement has core:0, core:1"):
+    with pytest.raises(ExportError, match="core:7 cannot be renamed"):
         PlacedModules.of(extraction, placement, renamed={"core:7": "cuda:0"})
     renamed = dict(zip(cores, GPUS, strict=True))
     placed = PlacedModules.of(extraction, placement, renamed=renamed, main_device="cuda:1")

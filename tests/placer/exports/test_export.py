@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.cli.main import main
 from placer.exports import FORMATS, format_named, pipelining
-from placer.exports.format import export_extracted
+from placer.exports.format import Format, export_extracted
 from placer.exports.layer_counts import layer_counts, titan_parts
 from placer.exports.pipelining import Stage
 from placer.exports.placed_modules import PlacedModules, Stack, stacks
@@ -111,28 +110,36 @@ def test_torch_cuts_the_model_where_the_placement_does(
     )
 
 
-def test_a_placement_that_goes_back_is_no_pipeline_and_the_module_is_named() -> None:
-    placed = cut("conv_net", "1", "7", names=("cuda:0", "cuda:1", "cuda:2"))
-    back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
-    with pytest.raises(ExportError, match="then 7 is"):
-        pipelining.pipeline(replace(placed, ops=tuple(back)))
+def going_back(name: str, *cuts: str) -> PlacedModules:
+    """Return a placement whose last part is back on the first device."""
+    placed = cut(name, *cuts, names=("cuda:0", "cuda:1", "cuda:2"))
+    return replace(
+        placed, ops=tuple(replace(op, device=op.device.replace("2", "0")) for op in placed.ops)
+    )
 
 
-def test_a_module_that_runs_again_later_is_named() -> None:
-    placed = cut("norm_later", "first")
-    with pytest.raises(ExportError, match="norm runs again"):
-        pipelining.pipeline(placed)
+@pytest.mark.parametrize(
+    ("write", "placed", "reason"),
+    [
+        (pipelining.pipeline, lambda: going_back("conv_net", "1", "7"), "then 7 is"),
+        (pipelining.pipeline, lambda: cut("norm_later", "first"), "norm runs again"),
+        (pipelining.pipeline, lambda: cut("norm_twice", "norm"), "begin with norm"),
+        (pipelining.pipeline, lambda: cut("conv_net", names=("cuda:0",)), "all modules are on"),
+        (layer_counts, lambda: cut("llama", names=("cuda:0",)), "all modules are on cuda:0"),
+        (layer_counts, lambda: cut("llama", "model.norm"), r"all layers of model\.layers are on"),
+        (layer_counts, lambda: cut("t5", "decoder.block.0"), "2 lists of layers"),
+        (layer_counts, lambda: cut("conv_net", "4"), "no list of like layers"),
+    ],
+)
+def test_a_placement_that_a_format_cannot_express_is_refused(
+    write: Format, placed: Callable[[], PlacedModules], reason: str
+) -> None:
+    with pytest.raises(ExportError, match=reason):
+        write(placed())
 
 
-def test_a_stage_does_not_begin_with_what_is_called_twice() -> None:
-    with pytest.raises(ExportError, match="begin with norm"):
-        pipelining.pipeline(cut("norm_twice", "norm"))
+def test_a_stage_may_hold_a_module_that_is_called_twice() -> None:
     assert pipelining.pipeline(cut("norm_twice", "last")).content["split_points"].keys() == {"last"}
-
-
-def test_one_device_is_nothing_to_split() -> None:
-    with pytest.raises(ExportError, match="all modules are on cuda:0"):
-        pipelining.pipeline(cut("conv_net", names=("cuda:0",)))
 
 
 def test_a_shared_embedding_stays_where_it_is_reached_and_its_gradients_need_a_sum() -> None:
@@ -204,33 +211,11 @@ def test_names_for_torchtitan_are_children_of_the_model_or_layers_of_its_list() 
     assert of_hugging_face == [["tok_embeddings", "layers.0"], ["lm_head"]]
 
 
-def test_names_for_torchtitan_are_left_out_where_it_has_none() -> None:
-    found = layer_counts(cut("gpt2", "transformer.h.1"))
-    assert found.content["counts"] == [1, 1]
-    assert "torchtitan" not in found.content
-
-
 def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
-    placed = cut("llama", "model.layers.1", "model.norm", names=("cuda:0", "cuda:1", "cuda:2"))
-    back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
-    found = layer_counts(replace(placed, ops=tuple(back)))
+    found = layer_counts(going_back("llama", "model.layers.1", "model.norm"))
     assert found.content["counts"] == [1, 1]
     assert "torchtitan" not in found.content
     assert not found.is_predictable
-
-
-def test_layers_on_one_device_are_nothing_to_split() -> None:
-    with pytest.raises(ExportError, match="all modules are on cuda:0"):
-        layer_counts(cut("llama", names=("cuda:0",)))
-    with pytest.raises(ExportError, match=r"all layers of model\.layers are on cuda:0"):
-        layer_counts(cut("llama", "model.norm"))
-
-
-def test_models_without_one_stack_have_no_counts() -> None:
-    with pytest.raises(ExportError, match=r"2 lists of layers, encoder\.block, decoder\.block"):
-        layer_counts(cut("t5", "decoder.block.0"))
-    with pytest.raises(ExportError, match="no list of like layers"):
-        layer_counts(cut("conv_net", "4"))
 
 
 # --- the command
@@ -275,95 +260,55 @@ def test_the_command_writes_what_the_formats_say(
     assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        ("device-map", 2, "as in core:0=cuda:0,core:1=cuda:1"),
+        ("override-regex", 1, "no layers with experts"),
+        ("pipeline --as cuda:0=cuda:1", 2, "the placement has core:0, core:1"),
+        ("layer-counts --as core:0=meta", 2, "no device meta"),
+        ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu", 2, "no device gpu"),
+        ("layer-counts --inference", 2, "this is inference"),
+        ("layer-counts --dtype bf16", 2, "dtype"),
+        ("layer-counts --optimizer sgd", 2, "such as optimizer op"),
+    ],
+)
 def test_the_command_says_what_is_in_the_way(
-    target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: tuple[str, Path],
+    arguments: str,
+    status: int,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert export(target, "--format", "device-map") == 2
-    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
-    assert export(target, "--format", "override-regex") == 1
-    assert "no layers with experts" in capsys.readouterr().err
-    assert export(target, "--format", "pipeline", "--as", "cuda:0=cuda:1") == 2
-    assert "the placement has core:0, core:1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        export(target, "--format", "pipeline", "--as", "core:0")
-    assert "give NAME=DEVICE" in capsys.readouterr().err
-    assert export((str(tmp_path / "graph.json"), target[1]), "--format", "pipeline") == 2
-    assert "a graph file has no modules" in capsys.readouterr().err
-    other = Placement.load(target[1])
-    replace(other, graph="0" * 64).save(target[1])
-    assert export(target, "--format", "layer-counts") == 2
-    assert "was made for graph 000000000000" in capsys.readouterr().err
-
-
-def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(target, "--format", "layer-counts", "--inference") == 2
-    assert "it is of a training step, this is inference" in capsys.readouterr().err
-    assert export(target, "--format", "layer-counts", "--dtype", "bf16") == 2
-    assert "dtype" in capsys.readouterr().err
-    assert export(target, "--format", "layer-counts", "--optimizer", "sgd") == 2
-    assert "such as optimizer op" in capsys.readouterr().err
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
-    step = Workload.of(model, torch.ones(2, 4), training=False)
-    placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
-    assert export(target, "--format", "layer-counts") == 2
-    assert "it is of inference, this is a training step" in capsys.readouterr().err
-
-
-def test_devices_are_named_in_the_order_of_the_cluster_whatever_runs_first(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    placement = Placement.load(target[1])
-    swapped = replace(placement, devices=tuple(1 - d for d in placement.devices))
-    swapped.save(target[1])
-    assert export(target, "--format", "device-map") == 2
-    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
-    assert main(["show", str(target[1]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["devices"] == ["core:0", "core:1"]
-
-
-def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    renamed = "core:0=cuda:0,core:1=cuda:1,core:2=cuda:2"
-    assert export(target, "--format", "pipeline", "--as", renamed) == 0
-    assert json.loads(capsys.readouterr().out)["stages"] == ["cuda:0", "cuda:1"]
+    assert export(target, "--format", *arguments.split()) == status
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("renamed", "stages"),
     [
-        ("device-map --as core:0=cuda:3", "=cuda:3,core:1=cuda:0"),
-        ("device-map --as core:0=gpu0,core:1=cuda:0", "--as core:0=cuda:1,core:1=cuda:0"),
-        ("layer-counts --as core:0=meta", "core:0=meta names no device"),
-        ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu", "--main-device gpu"),
+        ("core:0=cuda:0,core:1=cuda:1,core:2=cuda:2", ["cuda:0", "cuda:1"]),
+        ("core:0=core:1,core:1=core:0", ["core:1", "core:0"]),
     ],
 )
-def test_devices_that_there_cannot_be_are_bad_usage_and_the_whole_option_is_told(
-    target: tuple[str, Path], arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_idle_devices_may_be_renamed_and_devices_exchanged(
+    target: tuple[str, Path], renamed: str, stages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export(target, "--format", *arguments.split()) == 2
-    assert re.search(told, capsys.readouterr().err)
+    assert export(target, "--format", "layer-counts", "--as", renamed) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == stages
 
 
-def test_devices_may_stand_for_each_other(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+def test_the_command_refuses_other_graphs_and_files(
+    target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    swapped = ("--format", "layer-counts", "--as", "core:0=core:1,core:1=core:0")
-    assert export(target, *swapped) == 0
-    assert json.loads(capsys.readouterr().out)["stages"] == ["core:1", "core:0"]
-
-
-def test_a_device_map_is_no_placement_to_export(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert export((str(tmp_path / "graph.json"), target[1]), "--format", "pipeline") == 2
+    assert "a graph file has no modules" in capsys.readouterr().err
+    replace(Placement.load(target[1]), graph="0" * 64).save(target[1])
+    assert export(target, "--format", "layer-counts") == 2
+    assert "was made for graph 000000000000" in capsys.readouterr().err
     target[1].write_text('{"": 0}')
     assert export(target, "--format", "pipeline") == 2
     assert "placement.json is a device_map already" in capsys.readouterr().err
-    target[1].write_text("[]")
-    assert export(target, "--format", "pipeline") == 2
-    assert "device_map already" not in capsys.readouterr().err
 
 
 def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
