@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## place Inception-V3 on two cores of this machine, really measured
 	@mkdir -p $(OUT)
-	$(BIN)/placer optimize examples/inception.py:build --devices core:0,core:1 --budget 30s \
+	$(BIN)/placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 30s \
 		--out $(OUT)/placement.json --timeline $(OUT)/timeline.json
 
 test: $(READY)  ## run the fast tests

@@ -2,9 +2,9 @@
 
     python -m benchmarks extraction
 
-Training steps of the examples, and of a model with the shape of Llama-3-8B (batch 1 of 2048 tokens)
-that is built on the meta device: its parameters would take 32 GB. The latter runs in its own
-process, whose peak memory is reported.
+Training steps of the reference models, and of a model with the shape of Llama-3-8B (batch 1 of 2048
+tokens) that is built on the meta device: its parameters would take 32 GB. The latter runs in its
+own process, whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from graphs.workload import LossModule
 from placer.sources.huggingface import SIZES
 from placer.sources.target import load_step
 
-FOLDER: Final = Path(__file__).parents[1] / "examples"
-EXAMPLES: Final = (
+FOLDER: Final = Path(__file__).parents[1] / "graphs" / "models"
+TARGETS: Final = (
     "two_towers.py:build",
     "resnet.py:build",
     "dlrm.py:build",
@@ -41,21 +41,21 @@ EXAMPLES: Final = (
     "moe.py:build",
     "moe.py:build_stacked",
 )
-QUICK_EXAMPLES: Final = 2
+QUICK_TARGETS: Final = 2
 TOKENS: Final = 2048
 
 
 def parts(effort: Effort) -> dict[str, Part]:
-    """Return a part for each example, and one for the large model."""
-    count = effort.pick(quick=QUICK_EXAMPLES, normal=len(EXAMPLES), full=len(EXAMPLES))
-    found: dict[str, Part] = {target: partial(example, target) for target in EXAMPLES[:count]}
+    """Return a part for each reference model, and one for the large model."""
+    count = effort.pick(quick=QUICK_TARGETS, normal=len(TARGETS), full=len(TARGETS))
+    found: dict[str, Part] = {target: partial(reference, target) for target in TARGETS[:count]}
     if effort.level != "quick":
         found["Llama-3-8B"] = in_own_process
     return found
 
 
-def example(target: str, found: dict[str, Any]) -> Table:
-    """Extract the training step of an example."""
+def reference(target: str, found: dict[str, Any]) -> Table:
+    """Extract the training step of a reference model."""
     warm_up()
     found.update(times(load_step(f"{FOLDER}/{target}", training=True)))
     return table(target, found)

@@ -31,16 +31,16 @@ from graphs.extract import Workload, extract
 from graphs.workload import LossModule
 from placer.sources.target import load_step
 
-EXAMPLES: Final = Path(__file__).parents[1] / "examples"
+MODELS: Final = Path(__file__).parents[1] / "graphs" / "models"
 IN_PROCESS: Final = {
-    "Inception-V3": f"{EXAMPLES}/inception.py:build",
-    "ResNet": f"{EXAMPLES}/resnet.py:build",
+    "Inception-V3": f"{MODELS}/inception.py:build",
+    "ResNet": f"{MODELS}/resnet.py:build",
     "BERT": "hf:bert?batch=1&sequence=64&num_hidden_layers=4",
     "GPT-2": "hf:gpt2?batch=1&sequence=64&n_layer=4",
 }
 BY_WORKERS: Final = {
-    "two towers": f"{EXAMPLES}/two_towers.py:build",
-    "Inception-V3": f"{EXAMPLES}/inception.py:build",
+    "two towers": f"{MODELS}/two_towers.py:build",
+    "Inception-V3": f"{MODELS}/inception.py:build",
 }
 QUICK_PARTS: Final = ("module, ResNet", "workers, two towers")
 BAR: Final = 1.05

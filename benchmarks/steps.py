@@ -31,7 +31,7 @@ from placer.result import Result
 from placer.search.candidate import Candidate
 from placer.sources.target import load_step
 
-EXAMPLES: Final = Path(__file__).parents[1] / "examples"
+FOLDER: Final = Path(__file__).parents[1] / "graphs" / "models"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ def translation() -> Workload:
 
 
 MODELS: Final[Mapping[str, Callable[[], Workload]]] = {
-    "two towers, batch 256": partial(load_step, f"{EXAMPLES}/two_towers.py:build", training=True),
-    "Inception-V3, batch 2": partial(load_step, f"{EXAMPLES}/inception.py:build", training=True),
+    "two towers, batch 256": partial(load_step, f"{FOLDER}/two_towers.py:build", training=True),
+    "Inception-V3, batch 2": partial(load_step, f"{FOLDER}/inception.py:build", training=True),
     "translation with attention, batch 32": translation,
 }
 

@@ -1,4 +1,7 @@
-"""Reference models that are in no library, for examples, tests and benchmarks."""
+"""Reference models that are in no library, for tests and benchmarks.
+
+Every module is a target, such as ``placer optimize graphs/models/inception.py:build``.
+"""
 
 from graphs.models.dlrm import Dlrm, DlrmConfig
 from graphs.models.inception import InceptionConfig, InceptionV3

@@ -6,12 +6,14 @@ the tables can be spread over devices, each of which sends only the rows that we
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 CRITEO_KAGGLE_ROWS: Final = (
     *(1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194),
@@ -87,3 +89,17 @@ def _network(*sizes: int) -> nn.Sequential:
     for inputs, outputs in pairwise(sizes):
         layers += [nn.ReLU(), nn.Linear(inputs, outputs)]
     return nn.Sequential(*layers[1:])
+
+
+def build() -> tuple[Dlrm, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model, (numbers, four table rows each, clicks) of 512 samples, and the loss.
+
+    Tables have at most 50,000 rows; the largest of the paper has ten million.
+    """
+    torch.manual_seed(0)
+    config = DlrmConfig(rows=tuple(min(rows, 50_000) for rows in DlrmConfig().rows))
+    model = Dlrm(config).train()
+    dense = torch.randn(512, config.dense)
+    indices = torch.stack([torch.randint(rows, (512, 4)) for rows in config.rows], 1)
+    clicks = torch.randint(2, (512,)).float()
+    return model, (dense, indices, clicks), F.binary_cross_entropy_with_logits

@@ -6,6 +6,7 @@ Modules are named after the layers of the published model: ``conv_1a_3x3``, ``mi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -254,3 +255,18 @@ class InceptionV3(nn.Module):
         x = self.dropout(F.adaptive_avg_pool2d(x, 1))
         logits = self.fc(torch.flatten(x, 1))
         return logits if auxiliary is None else (logits, auxiliary)
+
+
+def build() -> tuple[InceptionV3, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model without dropout, (images, labels) of a batch of two, and the loss."""
+    torch.manual_seed(0)
+    model = InceptionV3(InceptionConfig(dropout=0.0)).train()
+    images = torch.randn(2, 3, 299, 299)
+    labels = torch.randint(1000, (2,))
+    return model, (images, labels), _loss
+
+
+def _loss(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    """Return the weighted cross-entropies of both classifiers, as in common training recipes."""
+    logits, auxiliary = output
+    return F.cross_entropy(logits, labels) + 0.4 * F.cross_entropy(auxiliary, labels)

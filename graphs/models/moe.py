@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from graphs.models.rnnlm import next_token_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,3 +232,25 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate each pair of features (i, i + F / 2) of heads (B, heads, T, F) by its angle."""
     first, second = x.chunk(2, 3)
     return x * cosine + torch.cat([-second, first], 3) * sine
+
+
+def build(*, stacked: bool = False) -> tuple[Moe, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Return a small model, (tokens, next tokens) of two texts of 64 tokens, and the loss."""
+    torch.manual_seed(0)
+    config = MoeConfig(
+        vocabulary=4000,
+        hidden=256,
+        intermediate=512,
+        layers=4,
+        heads=8,
+        key_value_heads=2,
+        stacked=stacked,
+    )
+    model = Moe(config).train()
+    text = torch.randint(config.vocabulary, (2, 64 + 1))
+    return model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()), next_token_loss
+
+
+def build_stacked() -> tuple[Moe, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the same with the experts of a layer in one weight."""
+    return build(stacked=True)

@@ -7,6 +7,7 @@ other ports to PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -201,3 +202,11 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 def _average(x: Tensor, stride: int = 1) -> Tensor:
     """Apply 3x3 average pooling that ignores pixels beyond the border."""
     return F.avg_pool2d(x, 3, stride, padding=1, count_include_pad=False)
+
+
+def build() -> tuple[NasNet, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model without dropout, (images, labels) of a batch of two, and the loss."""
+    torch.manual_seed(0)
+    model = NasNet(NasNetConfig(dropout=0.0)).train()
+    images = torch.randn(2, 3, 224, 224)
+    return model, (images, torch.randint(1000, (2,))), F.cross_entropy

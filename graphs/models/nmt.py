@@ -7,10 +7,13 @@ layers, steps, attention and projection overlap along a wavefront.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from graphs.models.rnnlm import next_token_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +98,14 @@ class Nmt(nn.Module):
         decoded, _ = self.decoder(target_tokens, states)
         logits = [self.projection(self.attention(output, memory)) for output in decoded]
         return torch.stack(logits, 1)
+
+
+def build() -> tuple[Nmt, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model, (source, target, next tokens), 32 sentences of ten tokens, and the loss."""
+    torch.manual_seed(0)
+    config = NmtConfig()
+    model = Nmt(config).train()
+    source = torch.randint(config.vocabulary, (32, 10))
+    target = torch.randint(config.vocabulary, (32, 10 + 1))
+    inputs = source, target[:, :-1].contiguous(), target[:, 1:].contiguous()
+    return model, inputs, next_token_loss

@@ -6,6 +6,7 @@ go by the names of those weights: ``conv1``, ``layer1.0.conv1``, ``layer1.0.down
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,3 +85,11 @@ def _stage(inputs: int, width: int, blocks: int, *, stride: int) -> nn.Sequentia
     """Return a stage, of which only the first block changes the shape."""
     later = (Bottleneck(EXPANSION * width, width, 1) for _ in range(blocks - 1))
     return nn.Sequential(Bottleneck(inputs, width, stride), *later)
+
+
+def build() -> tuple[ResNet, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model, (images, labels) of a batch of two, and the loss."""
+    torch.manual_seed(0)
+    model = ResNet().train()
+    images = torch.randn(2, 3, 224, 224)
+    return model, (images, torch.randint(1000, (2,))), F.cross_entropy

@@ -6,10 +6,12 @@ Unrolled, layers and steps overlap along a wavefront: cell (t, l) waits for (t-1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +54,20 @@ class Rnnlm(nn.Module):
                 x = states[number][0]
             logits.append(self.projection(self.dropout(x)))
         return torch.stack(logits, 1)
+
+
+def build() -> tuple[Rnnlm, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model without dropout, (tokens, next tokens), and the loss.
+
+    Ten steps are unrolled; the paper unrolls 35.
+    """
+    torch.manual_seed(0)
+    config = RnnlmConfig(dropout=0.0)
+    model = Rnnlm(config).train()
+    text = torch.randint(config.vocabulary, (20, 10 + 1))
+    return model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()), next_token_loss
+
+
+def next_token_loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
+    """Return the cross-entropy of all next tokens, from logits (B, T, V) and tokens (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())

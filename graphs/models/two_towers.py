@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +43,12 @@ def _tower(config: TwoTowersConfig) -> nn.Sequential:
     for _ in range(config.layers - 1):
         layers += [nn.ReLU(), nn.Linear(config.features, config.features)]
     return nn.Sequential(*layers)
+
+
+def build() -> tuple[TwoTowers, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
+    """Return the model, (left, right, matches) of a batch of 256 pairs, and the loss."""
+    torch.manual_seed(0)
+    model = TwoTowers().train()
+    left, right = torch.randn(256, 1024), torch.randn(256, 1024)
+    matches = torch.randint(2, (256,)).float()
+    return model, (left, right, matches), F.binary_cross_entropy_with_logits

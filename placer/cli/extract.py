@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  placer extract examples/inception.py:build --out graph.json --summary
+  placer extract graphs/models/inception.py:build --out graph.json --summary
   placer extract model.py:build --inference --costs none --summary
   placer extract model.py:build --cluster cluster.toml --out graph.json
   placer extract hf:llama-3-8b --costs none --summary       # takes no memory for its weights

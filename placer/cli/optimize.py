@@ -42,7 +42,7 @@ targets:
   graph.json                  a graph with known costs (needs --cluster); nothing is run
 
 examples:
-  placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
+  placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 60s
   placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
   placer optimize 'hf:gpt2-xl?batch=8' --devices examples/8xh100.toml --data-parallel auto

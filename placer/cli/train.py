@@ -24,8 +24,8 @@ rollout; with the extra "track" so has NAME.tensorboard.
 examples:
   placer train --config trained_policies/generalist.toml --out trained_policies/generalist
   placer train --out policies/mine --families layered moe --decodes 100000 --seeds 1
-  placer train --backend measured --target examples/inception.py:build --devices core:0,core:1 \\
-    --start generalist --decodes 64 --out policies/inception
+  placer train --backend measured --target graphs/models/inception.py:build \\
+    --devices core:0,core:1 --start generalist --decodes 64 --out policies/inception
 """
 
 

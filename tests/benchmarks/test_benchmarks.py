@@ -291,7 +291,7 @@ def test_the_max_load_lies_between_its_bound_and_the_best_single_device() -> Non
 
 def test_extraction_is_compared_with_export_alone() -> None:
     found: dict[str, Any] = {}
-    extraction.example("two_towers.py:build", found)
+    extraction.reference("two_towers.py:build", found)
     assert found["ops"] > 0
     assert found["extract_s"] > 0 < found["export_s"]
 

@@ -27,7 +27,7 @@ def furnish(folder: Path) -> None:
     for block in file_blocks():
         (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
         (folder / block.file).write_text(block.text)
-    for name in ("examples", "trained_policies"):
+    for name in ("examples", "graphs", "trained_policies"):
         (folder / name).symlink_to(ROOT / name)
     _run("extract", "model.py:build", "--out", "graph.json")
     _run("optimize", "graph.json", "--cluster", "cluster.toml", "--budget", "50e")

@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 NAMES_A_FILE = re.compile(r"# ([\w./-]+\.(?:py|toml))(?:[ :].*)?")
 FENCE = re.compile(r"```(\w*)")
-SLOW = ("hf:", "examples/", "policies/")  # large models, results of training
+SLOW = ("hf:", "examples/", "graphs/models/", "policies/")  # large models, results of training
 MARK = re.compile(r"<!-- (slow|gpu) -->")
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
 

@@ -463,7 +463,7 @@ def test_a_placement_file_needs_example_inputs_and_its_own_graph(tmp_path: Path)
         placer.apply(Towers(), tmp_path / "placement.json")
 
 
-TWO_TOWERS = ["optimize", f"{ROOT / 'examples' / 'two_towers.py'}:build"]
+TWO_TOWERS = ["optimize", f"{ROOT / 'graphs' / 'models' / 'two_towers.py'}:build"]
 
 
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM])

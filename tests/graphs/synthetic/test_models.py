@@ -5,11 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig, TwoTowers, TwoTowersConfig
-from tests.helpers.folders import ROOT
 
 torch.set_num_threads(1)
 
-EXAMPLES = ROOT / "examples"
 TINY_INCEPTION = InceptionConfig(classes=5, width=1 / 32, dropout=0.0)
 
 

@@ -1,11 +1,11 @@
-"""The published reference models as graphs: extracted, placed, and as examples."""
+"""The published reference models as graphs: extracted, placed, and built with inputs."""
 
 from __future__ import annotations
 
 import functools
 import random
-import runpy
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,15 +13,14 @@ from torch import Tensor
 
 from envs.executors.cores.lists import device_lists, priority_order
 from graphs.extract import Extraction, extract
+from graphs.models import moe
 from tests.helpers import one_process
-from tests.helpers.folders import ROOT
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import assert_same, eager
 from tests.helpers.tiny_reference_models import STEPS, TINY_MOE, parameter_count
 
 torch.set_num_threads(1)
 
-EXAMPLES = ROOT / "examples"
 EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 
@@ -102,8 +101,8 @@ def test_experts_of_a_layer_do_not_wait_for_each_other(training: bool) -> None:
 @pytest.mark.parametrize(
     "name", in_turn(["two_towers", "inception", "nmt", "resnet", "rnnlm", "moe", "dlrm", "nasnet"])
 )
-def test_example_builds_a_training_step_that_repeats_exactly(name: str) -> None:
-    build = runpy.run_path(str(EXAMPLES / f"{name}.py"))["build"]
+def test_a_reference_model_builds_a_training_step_that_repeats_exactly(name: str) -> None:
+    build = import_module(f"graphs.models.{name}").build
 
     def step() -> Tensor:
         model, inputs, loss = build()
@@ -118,8 +117,7 @@ def test_example_builds_a_training_step_that_repeats_exactly(name: str) -> None:
     assert torch.equal(first, step())
 
 
-def test_the_stacked_example_is_as_large_as_the_separate_one() -> None:
-    example = runpy.run_path(str(EXAMPLES / "moe.py"))
-    separate, stacked = example["build"]()[0], example["build_stacked"]()[0]
+def test_the_stacked_model_is_as_large_as_the_separate_one() -> None:
+    separate, stacked = moe.build()[0], moe.build_stacked()[0]
     assert parameter_count(stacked) == parameter_count(separate)
     assert len(list(stacked.parameters())) < len(list(separate.parameters()))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.slow
-EXAMPLES = ROOT / "examples"
+MODELS = ROOT / "graphs" / "models"
 SECTIONS = ("won", "where", "when", "memory", "search", "next")
 NAMES = tuple(f"gpu:{k}" for k in range(4))
 FOUR = Cluster(
@@ -75,7 +75,7 @@ def browser() -> Iterator[Browser]:
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a simulated report that the command wrote."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = EXAMPLES / f"{request.param}.py"
+    model = MODELS / f"{request.param}.py"
     if not model.exists():
         model = folder / model.name
         model.write_text(TRANSFORMER)

@@ -39,7 +39,7 @@ from tests.helpers.in_turn import LARGE, in_turn
 from tests.helpers.processes import all_end, becomes_true, is_alive
 from tests.helpers.tiny_models import assert_same, eager, forward, gradients_of, state_of
 
-EXAMPLES = ROOT / "examples"
+MODELS = ROOT / "graphs" / "models"
 
 torch.set_num_threads(1)
 
@@ -101,8 +101,8 @@ def test_a_random_placement_is_bit_for_bit_the_unplaced_step(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["inception", "nmt", "two_towers", "nasnet", "moe"])
-def test_the_examples_in_full_size_are_bit_for_bit_the_unplaced_step(target: str) -> None:
-    step = load_step(str(EXAMPLES / f"{target}.py:build"), training=True)
+def test_reference_models_in_full_size_are_bit_for_bit_the_unplaced_step(target: str) -> None:
+    step = load_step(str(MODELS / f"{target}.py:build"), training=True)
     expected = eager(step)
     with placed_at_random(step, seed=1) as placed:
         output = placed.step(*step.inputs)
