@@ -36,12 +36,6 @@ class DlrmConfig:
     bottom: tuple[int, ...] = (512, 256, 64)
     top: tuple[int, ...] = (512, 256)
 
-    def __post_init__(self) -> None:
-        if not self.rows:
-            raise ValueError("rows is empty, but the model needs at least one embedding table")
-        if min(self.dense, self.features, *self.rows, *self.bottom, *self.top) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-
 
 class Interaction(nn.Module):
     """Dot products of all pairs of feature vectors."""

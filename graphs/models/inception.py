@@ -6,8 +6,9 @@ Modules are named after the layers of the published model: ``conv_1a_3x3``, ``mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +30,19 @@ class InceptionConfig:
 
 
 class ConvNormReLU(nn.Module):
-    """Convolution without bias, batch norm, ReLU."""
+    """Convolution without bias, batch norm, ReLU; ``padded`` keeps the size of the image."""
 
     def __init__(
         self,
         inputs: int,
         outputs: int,
-        kernel: int | tuple[int, int],
+        kernel: tuple[int, int],
         *,
         stride: int = 1,
-        padding: int | tuple[int, int] = 0,
+        padded: bool = False,
     ) -> None:
         super().__init__()
+        padding = (kernel[0] // 2, kernel[1] // 2) if padded else 0
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
         self.bn = nn.BatchNorm2d(outputs, eps=0.001)
 
@@ -49,146 +51,135 @@ class ConvNormReLU(nn.Module):
         return F.relu(self.bn(self.conv(x)))
 
 
-class Mixed5(nn.Module):
-    """The 35x35 block: 1x1, 5x5, two 3x3, and average pooling side by side."""
+ONE, THREE, FIVE = (1, 1), (3, 3), (5, 5)
+WIDE_3, TALL_3, WIDE_7, TALL_7 = (1, 3), (3, 1), (1, 7), (7, 1)
+POOL = ("pool", "", 0, THREE)
+Layer: TypeAlias = tuple[str, str, int, tuple[int, int]]
+"""Name, name of the layer it reads ("" for the block's input), channels and kernel."""
 
-    def __init__(self, config: InceptionConfig, inputs: int, pool_features: int) -> None:
+
+class Mixed(nn.Module):
+    """Layers in the order in which they run; the outputs of those in ``joined`` are concatenated.
+
+    Where some of the layers are ``halving`` the image, with stride 2, ``POOL`` is a max pool that
+    does so too; elsewhere it is an average pool that keeps the size.
+    """
+
+    def __init__(
+        self,
+        config: InceptionConfig,
+        inputs: int,
+        layers: Sequence[Layer],
+        joined: Sequence[str],
+        halving: Sequence[str] = (),
+    ) -> None:
         super().__init__()
-        c = config.channels
-        self.branch1x1 = ConvNormReLU(inputs, c(64), 1)
-        self.branch5x5_1 = ConvNormReLU(inputs, c(48), 1)
-        self.branch5x5_2 = ConvNormReLU(c(48), c(64), 5, padding=2)
-        self.branch3x3dbl_1 = ConvNormReLU(inputs, c(64), 1)
-        self.branch3x3dbl_2 = ConvNormReLU(c(64), c(96), 3, padding=1)
-        self.branch3x3dbl_3 = ConvNormReLU(c(96), c(96), 3, padding=1)
-        self.branch_pool = ConvNormReLU(inputs, c(pool_features), 1)
-        self.outputs = 2 * c(64) + c(96) + c(pool_features)
+        self.joined = joined
+        self.halves = bool(halving)
+        self.source = {name: source for name, source, *_ in layers}
+        channels = {"": inputs, "pool": inputs}
+        for name, source, count, kernel in layers:
+            if name != "pool":
+                channels[name] = config.channels(count)
+                stride = 2 if name in halving else 1
+                layer = ConvNormReLU(
+                    channels[source], channels[name], kernel, stride=stride, padded=stride == 1
+                )
+                self.add_module(name, layer)
+        self.outputs = sum(channels[name] for name in joined)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, inputs, H, W) to (B, outputs, H, W)."""
-        pooled = F.avg_pool2d(x, 3, stride=1, padding=1)
-        branches = [
-            self.branch1x1(x),
-            self.branch5x5_2(self.branch5x5_1(x)),
-            self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
-            self.branch_pool(pooled),
-        ]
-        return torch.cat(branches, 1)
+        """Map (B, inputs, H, W) to (B, outputs, H', W'), H' = H or (H - 3) // 2 + 1."""
+        values = {"": x}
+        for name, source in self.source.items():
+            if name != "pool":
+                values[name] = self.get_submodule(name)(values[source])
+            elif self.halves:
+                values[name] = F.max_pool2d(x, 3, stride=2)
+            else:
+                values[name] = F.avg_pool2d(x, 3, stride=1, padding=1)
+        return torch.cat([values[name] for name in self.joined], 1)
 
 
-class Reduction6(nn.Module):
-    """The reduction block from 35x35 to 17x17."""
-
-    def __init__(self, config: InceptionConfig, inputs: int) -> None:
-        super().__init__()
-        c = config.channels
-        self.branch3x3 = ConvNormReLU(inputs, c(384), 3, stride=2)
-        self.branch3x3dbl_1 = ConvNormReLU(inputs, c(64), 1)
-        self.branch3x3dbl_2 = ConvNormReLU(c(64), c(96), 3, padding=1)
-        self.branch3x3dbl_3 = ConvNormReLU(c(96), c(96), 3, stride=2)
-        self.outputs = c(384) + c(96) + inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, inputs, H, W) to (B, outputs, H', W'), H' = (H - 3) // 2 + 1."""
-        branches = [
-            self.branch3x3(x),
-            self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
-            F.max_pool2d(x, 3, stride=2),
-        ]
-        return torch.cat(branches, 1)
+def mixed_5(config: InceptionConfig, inputs: int, pool_features: int) -> Mixed:
+    """Return a 35x35 block: 1x1, 5x5, two 3x3, and average pooling side by side."""
+    layers = (
+        POOL,
+        ("branch1x1", "", 64, ONE),
+        ("branch5x5_1", "", 48, ONE),
+        ("branch5x5_2", "branch5x5_1", 64, FIVE),
+        ("branch3x3dbl_1", "", 64, ONE),
+        ("branch3x3dbl_2", "branch3x3dbl_1", 96, THREE),
+        ("branch3x3dbl_3", "branch3x3dbl_2", 96, THREE),
+        ("branch_pool", "pool", pool_features, ONE),
+    )
+    joined = ("branch1x1", "branch5x5_2", "branch3x3dbl_3", "branch_pool")
+    return Mixed(config, inputs, layers, joined)
 
 
-class Mixed6(nn.Module):
-    """The 17x17 block: 7x7 convolutions factorised into 1x7 and 7x1."""
-
-    def __init__(self, config: InceptionConfig, inputs: int, inner: int) -> None:
-        super().__init__()
-        c = config.channels
-        wide, tall = (1, 7), (7, 1)
-        across, along = (0, 3), (3, 0)
-        self.branch1x1 = ConvNormReLU(inputs, c(192), 1)
-        self.branch7x7_1 = ConvNormReLU(inputs, c(inner), 1)
-        self.branch7x7_2 = ConvNormReLU(c(inner), c(inner), wide, padding=across)
-        self.branch7x7_3 = ConvNormReLU(c(inner), c(192), tall, padding=along)
-        self.branch7x7dbl_1 = ConvNormReLU(inputs, c(inner), 1)
-        self.branch7x7dbl_2 = ConvNormReLU(c(inner), c(inner), tall, padding=along)
-        self.branch7x7dbl_3 = ConvNormReLU(c(inner), c(inner), wide, padding=across)
-        self.branch7x7dbl_4 = ConvNormReLU(c(inner), c(inner), tall, padding=along)
-        self.branch7x7dbl_5 = ConvNormReLU(c(inner), c(192), wide, padding=across)
-        self.branch_pool = ConvNormReLU(inputs, c(192), 1)
-        self.outputs = 4 * c(192)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, inputs, H, W) to (B, outputs, H, W)."""
-        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
-        pooled = F.avg_pool2d(x, 3, stride=1, padding=1)
-        branches = [
-            self.branch1x1(x),
-            self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x))),
-            self.branch7x7dbl_5(self.branch7x7dbl_4(double)),
-            self.branch_pool(pooled),
-        ]
-        return torch.cat(branches, 1)
+def reduction_6(config: InceptionConfig, inputs: int) -> Mixed:
+    """Return the reduction from 35x35 to 17x17."""
+    layers = (
+        ("branch3x3", "", 384, THREE),
+        ("branch3x3dbl_1", "", 64, ONE),
+        ("branch3x3dbl_2", "branch3x3dbl_1", 96, THREE),
+        ("branch3x3dbl_3", "branch3x3dbl_2", 96, THREE),
+        POOL,
+    )
+    halving = ("branch3x3", "branch3x3dbl_3")
+    return Mixed(config, inputs, layers, (*halving, "pool"), halving)
 
 
-class Reduction7(nn.Module):
-    """The reduction block from 17x17 to 8x8."""
-
-    def __init__(self, config: InceptionConfig, inputs: int) -> None:
-        super().__init__()
-        c = config.channels
-        self.branch3x3_1 = ConvNormReLU(inputs, c(192), 1)
-        self.branch3x3_2 = ConvNormReLU(c(192), c(320), 3, stride=2)
-        self.branch7x7x3_1 = ConvNormReLU(inputs, c(192), 1)
-        self.branch7x7x3_2 = ConvNormReLU(c(192), c(192), (1, 7), padding=(0, 3))
-        self.branch7x7x3_3 = ConvNormReLU(c(192), c(192), (7, 1), padding=(3, 0))
-        self.branch7x7x3_4 = ConvNormReLU(c(192), c(192), 3, stride=2)
-        self.outputs = c(320) + c(192) + inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, inputs, H, W) to (B, outputs, H', W'), H' = (H - 3) // 2 + 1."""
-        factorised = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
-        branches = [
-            self.branch3x3_2(self.branch3x3_1(x)),
-            self.branch7x7x3_4(factorised),
-            F.max_pool2d(x, 3, stride=2),
-        ]
-        return torch.cat(branches, 1)
+def mixed_6(config: InceptionConfig, inputs: int, inner: int) -> Mixed:
+    """Return a 17x17 block: 7x7 convolutions factorised into 1x7 and 7x1."""
+    layers = (
+        ("branch7x7dbl_1", "", inner, ONE),
+        ("branch7x7dbl_2", "branch7x7dbl_1", inner, TALL_7),
+        ("branch7x7dbl_3", "branch7x7dbl_2", inner, WIDE_7),
+        POOL,
+        ("branch1x1", "", 192, ONE),
+        ("branch7x7_1", "", inner, ONE),
+        ("branch7x7_2", "branch7x7_1", inner, WIDE_7),
+        ("branch7x7_3", "branch7x7_2", 192, TALL_7),
+        ("branch7x7dbl_4", "branch7x7dbl_3", inner, TALL_7),
+        ("branch7x7dbl_5", "branch7x7dbl_4", 192, WIDE_7),
+        ("branch_pool", "pool", 192, ONE),
+    )
+    joined = ("branch1x1", "branch7x7_3", "branch7x7dbl_5", "branch_pool")
+    return Mixed(config, inputs, layers, joined)
 
 
-class Mixed7(nn.Module):
-    """The 8x8 block: 3x3 convolutions that fan out into 1x3 and 3x1."""
+def reduction_7(config: InceptionConfig, inputs: int) -> Mixed:
+    """Return the reduction from 17x17 to 8x8."""
+    layers = (
+        ("branch7x7x3_1", "", 192, ONE),
+        ("branch7x7x3_2", "branch7x7x3_1", 192, WIDE_7),
+        ("branch7x7x3_3", "branch7x7x3_2", 192, TALL_7),
+        ("branch3x3_1", "", 192, ONE),
+        ("branch3x3_2", "branch3x3_1", 320, THREE),
+        ("branch7x7x3_4", "branch7x7x3_3", 192, THREE),
+        POOL,
+    )
+    halving = ("branch3x3_2", "branch7x7x3_4")
+    return Mixed(config, inputs, layers, (*halving, "pool"), halving)
 
-    def __init__(self, config: InceptionConfig, inputs: int) -> None:
-        super().__init__()
-        c = config.channels
-        wide, tall = (1, 3), (3, 1)
-        across, along = (0, 1), (1, 0)
-        self.branch1x1 = ConvNormReLU(inputs, c(320), 1)
-        self.branch3x3_1 = ConvNormReLU(inputs, c(384), 1)
-        self.branch3x3_2a = ConvNormReLU(c(384), c(384), wide, padding=across)
-        self.branch3x3_2b = ConvNormReLU(c(384), c(384), tall, padding=along)
-        self.branch3x3dbl_1 = ConvNormReLU(inputs, c(448), 1)
-        self.branch3x3dbl_2 = ConvNormReLU(c(448), c(384), 3, padding=1)
-        self.branch3x3dbl_3a = ConvNormReLU(c(384), c(384), wide, padding=across)
-        self.branch3x3dbl_3b = ConvNormReLU(c(384), c(384), tall, padding=along)
-        self.branch_pool = ConvNormReLU(inputs, c(192), 1)
-        self.outputs = c(320) + 4 * c(384) + c(192)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, inputs, H, W) to (B, outputs, H, W)."""
-        single = self.branch3x3_1(x)
-        double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
-        pooled = F.avg_pool2d(x, 3, stride=1, padding=1)
-        branches = [
-            self.branch1x1(x),
-            self.branch3x3_2a(single),
-            self.branch3x3_2b(single),
-            self.branch3x3dbl_3a(double),
-            self.branch3x3dbl_3b(double),
-            self.branch_pool(pooled),
-        ]
-        return torch.cat(branches, 1)
+def mixed_7(config: InceptionConfig, inputs: int) -> Mixed:
+    """Return an 8x8 block: 3x3 convolutions that fan out into 1x3 and 3x1."""
+    layers = (
+        ("branch3x3_1", "", 384, ONE),
+        ("branch3x3dbl_1", "", 448, ONE),
+        ("branch3x3dbl_2", "branch3x3dbl_1", 384, THREE),
+        POOL,
+        ("branch1x1", "", 320, ONE),
+        ("branch3x3_2a", "branch3x3_1", 384, WIDE_3),
+        ("branch3x3_2b", "branch3x3_1", 384, TALL_3),
+        ("branch3x3dbl_3a", "branch3x3dbl_2", 384, WIDE_3),
+        ("branch3x3dbl_3b", "branch3x3dbl_2", 384, TALL_3),
+        ("branch_pool", "pool", 192, ONE),
+    )
+    fans = ("branch3x3_2a", "branch3x3_2b", "branch3x3dbl_3a", "branch3x3dbl_3b")
+    return Mixed(config, inputs, layers, ("branch1x1", *fans, "branch_pool"))
 
 
 class Auxiliary(nn.Module):
@@ -197,8 +188,8 @@ class Auxiliary(nn.Module):
     def __init__(self, config: InceptionConfig, inputs: int) -> None:
         super().__init__()
         c = config.channels
-        self.conv0 = ConvNormReLU(inputs, c(128), 1)
-        self.conv1 = ConvNormReLU(c(128), c(768), 5)
+        self.conv0 = ConvNormReLU(inputs, c(128), ONE)
+        self.conv1 = ConvNormReLU(c(128), c(768), FIVE)
         self.fc = nn.Linear(c(768), config.classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,23 +209,23 @@ class InceptionV3(nn.Module):
         super().__init__()
         config = config or InceptionConfig()
         c = config.channels
-        self.conv_1a_3x3 = ConvNormReLU(3, c(32), 3, stride=2)
-        self.conv_2a_3x3 = ConvNormReLU(c(32), c(32), 3)
-        self.conv_2b_3x3 = ConvNormReLU(c(32), c(64), 3, padding=1)
-        self.conv_3b_1x1 = ConvNormReLU(c(64), c(80), 1)
-        self.conv_4a_3x3 = ConvNormReLU(c(80), c(192), 3)
-        self.mixed_5b = Mixed5(config, c(192), 32)
-        self.mixed_5c = Mixed5(config, self.mixed_5b.outputs, 64)
-        self.mixed_5d = Mixed5(config, self.mixed_5c.outputs, 64)
-        self.mixed_6a = Reduction6(config, self.mixed_5d.outputs)
-        self.mixed_6b = Mixed6(config, self.mixed_6a.outputs, 128)
-        self.mixed_6c = Mixed6(config, self.mixed_6b.outputs, 160)
-        self.mixed_6d = Mixed6(config, self.mixed_6c.outputs, 160)
-        self.mixed_6e = Mixed6(config, self.mixed_6d.outputs, 192)
+        self.conv_1a_3x3 = ConvNormReLU(3, c(32), THREE, stride=2)
+        self.conv_2a_3x3 = ConvNormReLU(c(32), c(32), THREE)
+        self.conv_2b_3x3 = ConvNormReLU(c(32), c(64), THREE, padded=True)
+        self.conv_3b_1x1 = ConvNormReLU(c(64), c(80), ONE)
+        self.conv_4a_3x3 = ConvNormReLU(c(80), c(192), THREE)
+        self.mixed_5b = mixed_5(config, c(192), 32)
+        self.mixed_5c = mixed_5(config, self.mixed_5b.outputs, 64)
+        self.mixed_5d = mixed_5(config, self.mixed_5c.outputs, 64)
+        self.mixed_6a = reduction_6(config, self.mixed_5d.outputs)
+        self.mixed_6b = mixed_6(config, self.mixed_6a.outputs, 128)
+        self.mixed_6c = mixed_6(config, self.mixed_6b.outputs, 160)
+        self.mixed_6d = mixed_6(config, self.mixed_6c.outputs, 160)
+        self.mixed_6e = mixed_6(config, self.mixed_6d.outputs, 192)
         self.aux_logits = Auxiliary(config, self.mixed_6e.outputs) if config.auxiliary else None
-        self.mixed_7a = Reduction7(config, self.mixed_6e.outputs)
-        self.mixed_7b = Mixed7(config, self.mixed_7a.outputs)
-        self.mixed_7c = Mixed7(config, self.mixed_7b.outputs)
+        self.mixed_7a = reduction_7(config, self.mixed_6e.outputs)
+        self.mixed_7b = mixed_7(config, self.mixed_7a.outputs)
+        self.mixed_7c = mixed_7(config, self.mixed_7b.outputs)
         self.dropout = nn.Dropout(config.dropout)
         self.fc = nn.Linear(self.mixed_7c.outputs, config.classes)
 

@@ -42,22 +42,6 @@ class MoeConfig:
     norm_epsilon: float = 1e-5
     stacked: bool = False
 
-    def __post_init__(self) -> None:
-        sizes = (self.vocabulary, self.hidden, self.intermediate, self.layers, self.heads)
-        if min(*sizes, self.key_value_heads, self.experts, self.chosen) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-        if self.chosen > self.experts:
-            raise ValueError(f"a token goes to {self.chosen} experts, but there are {self.experts}")
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden={self.hidden} must be a multiple of twice its {self.heads} heads: rotary "
-                "embedding turns pairs of a head's features"
-            )
-        if self.heads % self.key_value_heads:
-            raise ValueError(
-                f"{self.heads} heads cannot share {self.key_value_heads} key-value heads evenly"
-            )
-
 
 class Rotary(nn.Module):
     """Angles of the rotary position embedding (Su et al., arXiv 2104.09864)."""

@@ -29,14 +29,6 @@ class NasNetConfig:
     repeats: int = 4
     dropout: float = 0.5
 
-    def __post_init__(self) -> None:
-        if min(self.classes, self.stem, self.filters, self.repeats) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-        if self.filters % 4:
-            raise ValueError(
-                f"filters={self.filters} must be a multiple of 4: the stem has a quarter of them"
-            )
-
 
 class Squeeze(nn.Module):
     """ReLU, 1x1 convolution, batch norm."""

@@ -24,10 +24,6 @@ class NmtConfig:
     hidden: int = 512
     layers: int = 2
 
-    def __post_init__(self) -> None:
-        if min(self.vocabulary, self.hidden, self.layers) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-
 
 State = tuple[Tensor, Tensor]
 

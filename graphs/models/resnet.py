@@ -26,10 +26,6 @@ class ResNetConfig:
     blocks: tuple[int, int, int, int] = (3, 4, 6, 3)
     width: int = 64
 
-    def __post_init__(self) -> None:
-        if min(self.classes, self.width, *self.blocks) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolution beside a shortcut, itself a convolution where shapes change."""

@@ -23,10 +23,6 @@ class RnnlmConfig:
     layers: int = 2
     dropout: float = 0.5
 
-    def __post_init__(self) -> None:
-        if min(self.vocabulary, self.hidden, self.layers) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-
 
 class Rnnlm(nn.Module):
     """Embedding, a stack of LSTM cells advanced token by token, projection to the vocabulary."""

@@ -17,10 +17,6 @@ class TwoTowersConfig:
     features: int = 1024
     layers: int = 4
 
-    def __post_init__(self) -> None:
-        if min(self.features, self.layers) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
-
 
 class TwoTowers(nn.Module):
     """Two stacks of linear layers with ReLU between them; they share no parameters."""

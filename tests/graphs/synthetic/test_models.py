@@ -100,11 +100,6 @@ def test_nmt_attention_reaches_every_source_token() -> None:
     assert (gradient.abs().sum((0, 2)) > 0).all()
 
 
-def test_nmt_refuses_sizes_below_one() -> None:
-    with pytest.raises(ValueError, match="layers=0"):
-        NmtConfig(layers=0)
-
-
 def test_two_towers_share_no_parameters() -> None:
     with torch.device("meta"):
         model = TwoTowers()
