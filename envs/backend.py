@@ -11,7 +11,6 @@ import numpy as np
 
 from envs.measurement import Measurement, noise
 from envs.placement import Placement
-from envs.problem import Problem
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with (runs done, total runs)."""
@@ -43,6 +42,36 @@ class StepResult:
         """Return the result of a placement that cannot be run."""
         return cls(step_s=math.inf, peak_memory_bytes=peak_memory_bytes, feasible=False, why=why)
 
+    @classmethod
+    def of_measurement(
+        cls,
+        measurement: Measurement,
+        simulated_peaks: Mapping[str, int],
+        *,
+        contended: bool = False,
+    ) -> StepResult:
+        """Return the result of a measurement; without any runs it is infeasible.
+
+        Args:
+            measurement: runs of the placement.
+            simulated_peaks: {device name: bytes}, for devices that do not report their peak memory.
+            contended: whether other processes used the cores, so that CPU-clock times count.
+        """
+        if not measurement.ok:
+            return cls(
+                step_s=math.inf,
+                peak_memory_bytes=dict(measurement.peak_memory_bytes),
+                feasible=False,
+                why=measurement.failure or "the measuring was stopped before it was run",
+                measurement=measurement,
+            )
+        return cls(
+            step_s=measurement.step_s(contended=contended),
+            peak_memory_bytes={**simulated_peaks, **measurement.peak_memory_bytes},
+            parts=noise(measurement),
+            measurement=measurement,
+        )
+
 
 @runtime_checkable
 class Backend(Protocol):
@@ -56,41 +85,6 @@ class Backend(Protocol):
         ``progress`` is called with (runs done, total runs) by backends that take long.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Measurements of placements, in order, and of the unplaced step, if it was run, too."""
-
-    measurements: Sequence[Measurement]
-    unplaced: Measurement | None = None
-    interrupted: bool = False
-
-
-def measured_result(
-    seen: Measurement, simulated_peaks: Mapping[str, int], *, loaded: bool = False
-) -> StepResult:
-    """Return the result of a measurement.
-
-    Args:
-        seen: runs of the placement; without any it is infeasible.
-        simulated_peaks: {device name: bytes}, for devices that do not report their peak memory.
-        loaded: whether other processes used the machine, so that CPU-clock times count.
-    """
-    if not seen.ok:
-        return StepResult(
-            step_s=math.inf,
-            peak_memory_bytes=dict(seen.peak_memory_bytes),
-            feasible=False,
-            why=seen.failure or "the measuring was stopped before it was run",
-            measurement=seen,
-        )
-    return StepResult(
-        step_s=seen.step_s(contended=loaded),
-        peak_memory_bytes={**simulated_peaks, **seen.peak_memory_bytes},
-        parts=noise(seen),
-        measurement=seen,
-    )
 
 
 def measurements(results: Sequence[StepResult]) -> list[Measurement]:
@@ -107,14 +101,3 @@ def _exact(result: StepResult) -> Measurement:
         peak_memory_bytes=result.peak_memory_bytes,
         exact=True,
     )
-
-
-def misfit(problem: Problem, placement: Placement) -> str:
-    """Return why a placement cannot be run for a problem, or "" if it can."""
-    try:
-        placement.check(problem.graph, problem.cluster)
-    except ValueError as error:
-        return str(error)
-    if placement.micro_batches != 1:
-        return f"whole steps are run, not {placement.micro_batches} micro-batches"
-    return ""

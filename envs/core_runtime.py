@@ -1,22 +1,44 @@
-"""The runtime of pinned cores: worker processes run the joint graph op by op."""
+"""The runtime of pinned cores: worker processes run the joint graph op by op.
+
+:class:`CoreExecutor` runs placements to measure them. Besides the wall time, the CPU-clock time of
+a step is computed, see :func:`envs.executors.cores.instruction_lists.cpu_clock_s`. In one uncounted
+run the workers report their peak memory: a placement that exceeds a device's memory fails even if
+it ran.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
-from envs.backend import Evaluation, ProgressCallback, measurements
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.backend import ProgressCallback
 from envs.costs.cached_costs import OpCosts, first_of_kinds
 from envs.costs.ops import core_costs, known_core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
-from envs.executors.cores.lists import priority_order
-from envs.executors.cores.placed import PlacedModel
-from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_local_core_set, present
-from envs.measured.core_backend import Measured
+from envs.executors.cores.arena import load_example
+from envs.executors.cores.errors import WorkerError, WorkerMemoryError, once_more
+from envs.executors.cores.instruction_lists import (
+    Instruction,
+    cpu_clock_s,
+    device_lists,
+    priority_order,
+    single_list,
+)
+from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.cores.pool import WorkerPool
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import core_set, cores_of, is_local_core_set, kind_of, present
+from envs.measured import DevicesLostError, Failure, Measured, TimedStep
+from envs.measurement import MemoryExcess
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.simulator import Simulator
 from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
 from graphs.extract.placeable import gradient_makers
@@ -25,6 +47,12 @@ from graphs.graph import GraphArrays
 MEASURED_S: Final = 1.5
 FEWEST_ROUNDS: Final = 7
 MOST_ROUNDS: Final = 41
+WARM_UP_ROUNDS: Final = 2
+SETTLE_S: Final = 0.02
+"""OpenMP threads spin for a few milliseconds after their work, on cores that the next run needs."""
+SHORT_STEP_S: Final = 0.02
+UNCOUNTED_BYTES: Final = 4 << 20
+"""Tolerance on a worker's resident memory, for allocations of Python itself."""
 
 
 class CoreRuntime:
@@ -47,7 +75,9 @@ class CoreRuntime:
         Kinds without a core set on this machine get a roofline estimate from their rates.
         """
         check_cluster(cluster)
-        here = first_of_kinds([own for own in cluster.devices if is_local_core_set(own.name)])
+        here = first_of_kinds(
+            [device for device in cluster.devices if is_local_core_set(device.name)]
+        )
         described = [device for device in cluster.devices if device.kind not in here]
         costs = core_costs(self.extraction, here, fresh=fresh, progress=progress) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():
@@ -74,40 +104,15 @@ class CoreRuntime:
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
     ) -> Measured:
         """Return a backend of worker processes."""
-        return Measured(
+        executor = CoreExecutor(
             self.extraction,
             problem,
             limits=self.limits,
             latency_s=max((link.latency_s for link in problem.cluster.links), default=0.0),
-            rounds=rounds or rounds_for(predicted_s[0] if predicted_s else 0.0),
             step_timeout_s=60.0 + 100.0 * max(predicted_s, default=0.0),
         )
-
-    def measure(
-        self,
-        problem: Problem,
-        placements: Sequence[Placement],
-        predicted_s: Sequence[float],
-        progress: ProgressCallback | None = None,
-    ) -> Evaluation:
-        """Run placements in turn, then the unplaced step on all cores."""
-        with closing(self.backend(problem, predicted_s)) as backend:
-            done = backend.runs_each * len(placements)
-            total = done + backend.runs_each * (problem.device_count > 1)
-
-            def report(runs: int, _: int, before: int = 0) -> None:
-                if progress is not None:
-                    progress(before + runs, total)
-
-            results = backend.evaluate(placements, report)
-            unplaced = None
-            if not backend.interrupted:
-                unplaced = backend.measure_unplaced(lambda runs, of: report(runs, of, done))
-            return Evaluation(
-                measurements=measurements(results),
-                unplaced=unplaced,
-                interrupted=backend.interrupted,
-            )
+        rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
+        return Measured(executor, rounds=rounds, warm_up=WARM_UP_ROUNDS)
 
     def apply(self, placement: Placement) -> PlacedModel:
         """Return the placed model; its workers run until it is closed."""
@@ -120,3 +125,211 @@ class CoreRuntime:
 def rounds_for(step_s: float) -> int:
     """Return how often a placement is run: short steps are noisier and cheaper to repeat."""
     return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS
+
+
+class CoreExecutor:
+    """Runs placed steps of an extraction on ``core:*`` devices, each driven by a worker.
+
+    A placement whose worker dies, hangs or cannot run an op fails; the next one gets new workers.
+
+    Args:
+        extraction: the step.
+        problem: its graph with costs, and the devices.
+        limits: {device name: bytes} that each worker may use; the default is the device's memory.
+        latency_s: latency of a hand-off between workers, for CPU-clock times.
+        step_timeout_s: a step that takes longer counts as hung.
+
+    Raises:
+        ValueError: a device is not a set of cores of this machine.
+        WorkerError: the workers do not start.
+        OSError: there is too little memory, or too many processes or open files.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        problem: Problem,
+        *,
+        limits: Mapping[str, int] | None = None,
+        latency_s: float = 15e-6,
+        step_timeout_s: float = 60.0,
+    ) -> None:
+        self.extraction = extraction
+        self.problem = problem
+        memory_bytes = {device.name: device.memory_bytes for device in problem.cluster.devices}
+        self.limits = memory_bytes if limits is None else dict(limits)
+        self.latency_s = latency_s
+        self.step_timeout_s = step_timeout_s
+        self._simulator = Simulator(problem)
+        self._pool = self._new_pool()
+
+    def load(self, placement: Placement) -> _PlacedStep:
+        """Return the step as placed; its workers get their instructions when it first runs."""
+        schedule = self._simulator.run(*placement.arrays())
+        lists = device_lists(
+            self.extraction.program,
+            placement.devices,
+            run_order(self.problem, schedule.start_ns),
+            self.problem.device_count,
+        )
+        return _PlacedStep(self, lists)
+
+    def unplaced(self) -> UnplacedStep | None:
+        """Return the step on all cores; None if there is only one device."""
+        if self.problem.device_count < 2:
+            return None
+        return UnplacedStep(
+            self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
+        )
+
+    def pool(self) -> WorkerPool:
+        """Return the workers; new ones if the last placement ended them.
+
+        Raises:
+            DevicesLostError: no new workers can be started.
+        """
+        if self._pool.closed:
+            try:
+                self._pool = self._new_pool()
+            except (WorkerError, OSError) as error:
+                raise DevicesLostError(f"no new workers could be started: {error}") from error
+        return self._pool
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _new_pool(self) -> WorkerPool:
+        return once_more(
+            lambda: _pool_with_example(
+                self.extraction, self.problem.cluster.devices, self.step_timeout_s
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CoreStep(TimedStep):
+    """A run with the CPU seconds of each device's instructions."""
+
+    lists: list[list[Instruction]]
+    cpu_s: tuple[NDArray[np.float64], ...]
+    latency_s: float
+
+    @property
+    def cpu_clock_s(self) -> float:
+        return cpu_clock_s(self.lists, self.cpu_s, self.latency_s)
+
+
+class _PlacedStep:
+    """The instruction lists of a placement, and their number in the workers that have them."""
+
+    def __init__(self, executor: CoreExecutor, lists: list[list[Instruction]]) -> None:
+        self._executor = executor
+        self._lists = lists
+        self._pool: WorkerPool | None = None
+        self._number = 0
+        self._peak_memory_bytes: dict[str, int] = {}
+
+    def run(self) -> TimedStep | Failure:
+        """Run it once; twice where it is short, since its time depends on what ran before it.
+
+        New workers start cold, so their first runs never count.
+        """
+        pool = self._executor.pool()
+        try:
+            if self._pool is not pool:
+                self._pool, self._number = pool, pool.load(self._lists)
+                pool.run(self._number)
+                if excess := self._memory_excess(pool):
+                    return self._failure(excess)
+            run = pool.run(self._number)
+            if run.wall_s < SHORT_STEP_S:
+                run = pool.run(self._number)
+        except WorkerError as error:
+            return self._failure(error)
+        return _CoreStep(
+            wall_s=run.wall_s,
+            peak_memory_bytes=self._peak_memory_bytes,
+            lists=self._lists,
+            cpu_s=run.cpu_s,
+            latency_s=self._executor.latency_s,
+        )
+
+    def close(self) -> None:
+        """Let the workers forget the lists."""
+        if self._pool is not None and not self._pool.closed:
+            with suppress(WorkerError):
+                self._pool.unload(self._number)
+
+    def _memory_excess(self, pool: WorkerPool) -> MemoryExcess | None:
+        """Measure the peak memory of a run; return what exceeds the limit of a device."""
+        pool.count_memory()
+        pool.run(self._number)
+        self._peak_memory_bytes = pool.peak_memory_bytes()
+        for name, held_bytes in self._peak_memory_bytes.items():
+            limit_bytes = self._executor.limits.get(name, held_bytes)
+            if held_bytes > limit_bytes + UNCOUNTED_BYTES:
+                return MemoryExcess(device=name, held_bytes=held_bytes, limit_bytes=limit_bytes)
+        return None
+
+    def _failure(self, reason: WorkerError | MemoryExcess) -> Failure:
+        return Failure(
+            reason=str(reason),
+            overfull=isinstance(reason, WorkerMemoryError | MemoryExcess),
+            excess=reason if isinstance(reason, MemoryExcess) else None,
+            peak_memory_bytes=self._peak_memory_bytes,
+        )
+
+
+class UnplacedStep:
+    """A step without placement, run by torch's threads on the cores of all devices.
+
+    Torch's threads have no common CPU clock, so its CPU-clock time is its wall time.
+    """
+
+    def __init__(self, extraction: Extraction, cluster: Cluster, *, step_timeout_s: float) -> None:
+        self.extraction = extraction
+        self.step_timeout_s = step_timeout_s
+        cores = [core for name in cluster.names for core in cores_of(name)]
+        self.device = Device(
+            name=core_set(cores),
+            kind=kind_of(len(cores)),
+            memory_bytes=sum(device.memory_bytes for device in cluster.devices),
+        )
+        self._pool: WorkerPool | None = None
+        self._number = 0
+
+    def run(self) -> TimedStep | Failure:
+        """Run the step once; its worker starts with the first run."""
+        try:
+            if self._pool is None:
+                self._pool = _pool_with_example(self.extraction, [self.device], self.step_timeout_s)
+                self._number = self._pool.load([single_list(self.extraction.program)])
+            run = self._pool.run(self._number)
+        except (WorkerError, OSError) as error:
+            return Failure(reason=str(error))
+        time.sleep(SETTLE_S)
+        return TimedStep(wall_s=run.wall_s)
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _pool_with_example(
+    extraction: Extraction, devices: Sequence[Device], step_timeout_s: float
+) -> WorkerPool:
+    """Return workers whose shared memory holds the state and the example inputs of the step."""
+    pool = WorkerPool(
+        extraction.program,
+        devices,
+        step_timeout_s=step_timeout_s,
+        op_names=tuple(extraction.graph),
+    )
+    try:
+        load_example(pool.arena, extraction.step)
+    except BaseException:
+        pool.close()
+        raise
+    return pool

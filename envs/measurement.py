@@ -94,7 +94,7 @@ class Measurement:
 
     @property
     def has_cpu_clock(self) -> bool:
-        """Return whether CPU clocks tell another step time than the wall clock."""
+        """Return whether CPU clocks measured another step time than the wall clock."""
         return self.ok and not np.array_equal(self.cpu_clock_s, self.wall_s)
 
     def step_s(self, *, contended: bool = False) -> float:
@@ -104,11 +104,11 @@ class Measurement:
 
 def contended(measurements: Sequence[Measurement]) -> bool:
     """Return whether other processes used the cores during these measurements."""
-    seen = [m.contention for m in measurements if m.ok]
-    return bool(seen) and float(np.median(seen)) > CONTENDED
+    ratios = [m.contention for m in measurements if m.ok]
+    return bool(ratios) and float(np.median(ratios)) > CONTENDED
 
 
-def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
+def tied(a: Measurement, b: Measurement, *, contended: bool = False) -> bool:
     """Return whether two placements, run in the same rounds, differ by no more than noise.
 
     The rounds are paired: with r the logarithms of the time ratios, the placements differ if
@@ -119,34 +119,34 @@ def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
         return a.ok == b.ok
     if len(a.wall_s) == 1 and not (a.exact and b.exact):
         return True  # a single round shows no noise
-    ratio = np.log(a.cpu_clock_s / b.cpu_clock_s) if loaded else np.log(a.wall_s / b.wall_s)
+    ratio = np.log(a.cpu_clock_s / b.cpu_clock_s) if contended else np.log(a.wall_s / b.wall_s)
     middle = float(np.median(ratio))
     error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
     return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
 
 
-def why_doubtful(cluster: Cluster) -> str:
+def contention_warning(cluster: Cluster) -> str:
     """Return a warning if device speeds were measured under contention, or "" if not."""
-    told = ", ".join(
+    ratios = ", ".join(
         f"{device.name} {device.contention:.3g} x"
         for device in cluster.devices
         if device.contention > CONTENDED
     )
-    if not told:
+    if not ratios:
         return ""
     return (
         "Speeds of devices and links were measured while others used the cores (wall over CPU time "
-        f"of {told}, where up to {CONTENDED} x is quiet): links may look much slower than they "
+        f"of {ratios}, where up to {CONTENDED} x is quiet): links may look much slower than they "
         "are. They are not kept, and are measured again next time; run again on a quiet machine."
     )
 
 
-def noise(seen: Measurement) -> dict[str, float]:
+def noise(measurement: Measurement) -> dict[str, float]:
     """Return the parts of a result that describe its noise."""
     return {
-        "median_s": seen.median_s,
-        "min_s": seen.min_s,
-        "spread": seen.spread,
-        "rebuilt_s": seen.cpu_clock_median_s,
-        "contention": seen.contention,
+        "median_s": measurement.median_s,
+        "min_s": measurement.min_s,
+        "spread": measurement.spread,
+        "cpu_clock_s": measurement.cpu_clock_median_s,
+        "contention": measurement.contention,
     }

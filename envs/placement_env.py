@@ -14,14 +14,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.backend import Backend
-from envs.backends import backend_named
 from envs.costs.roofline import load_devices
 from envs.hardware.cluster import Cluster, load_cluster
 from envs.hardware.discover import discover
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
 from envs.placement import Placement
 from envs.problem import Problem, toy_problem
-from envs.runtime import costed_problem, runtime_for
+from envs.runtime import backend_named, costed_problem, runtime_for
 from envs.simulator import Simulated
 from graphs.graph import GraphArrays
 from graphs.graph_file import load_graph

@@ -8,29 +8,33 @@ asks which of the two a cluster needs; importing it does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, Protocol
 
 import networkx as nx
 
-from envs.backend import Backend, Evaluation, ProgressCallback, measurements
+from envs.backend import Backend, ProgressCallback
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_core, is_here, present, split_name
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
+from graphs.names import suggestion
 
 if TYPE_CHECKING:
     import torch
 
     from envs.costs.cached_costs import OpCosts
     from envs.costs.calibrate import Calibration
-    from envs.executors.cores.placed import PlacedModel
+    from envs.executors.cores.placed_model import PlacedModel
     from envs.executors.hooks.hooked_module import HookedModule
     from envs.executors.torch.placed_module import PlacedModule
-    from envs.measured.core_backend import Measured
-    from envs.measured.torch_backend import MeasuredModule
+    from envs.measured import Measured
     from envs.simulator.schedule import Schedule
     from graphs.extract import Extraction
+
+
+BACKENDS: Final = ("simulated", "measured")
 
 
 class Runtime(Protocol):
@@ -76,7 +80,7 @@ class Runtime(Protocol):
 
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
-    ) -> Measured | MeasuredModule:
+    ) -> Measured:
         """Return a backend that runs placements; close it after use.
 
         Args:
@@ -88,20 +92,6 @@ class Runtime(Protocol):
         Raises:
             WorkerError: the workers do not start.
             OSError: there is too little memory, or too many processes or open files.
-        """
-        ...
-
-    def measure(
-        self,
-        problem: Problem,
-        placements: Sequence[Placement],
-        predicted_s: Sequence[float],
-        progress: ProgressCallback | None = None,
-    ) -> Evaluation:
-        """Run placements in turn, and the unplaced step where it is none of them.
-
-        Raises:
-            WorkerError, OSError: as for :meth:`backend`.
         """
         ...
 
@@ -138,32 +128,42 @@ def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = Fal
     return CoreRuntime(extraction, cluster)
 
 
-def evaluate(
-    source: Runtime | Backend,
+def backend_named(
+    name: str,
     problem: Problem,
-    placements: Sequence[Placement],
-    predicted_s: Sequence[float],
-    progress: ProgressCallback | None = None,
-) -> Evaluation:
-    """Evaluate placements with a runtime's own backend, or with a user's, which stays open.
+    runtime: Runtime | None,
+    *,
+    rounds: int,
+    until_closed: ExitStack,
+) -> Backend:
+    """Return the backend with this name.
 
     Args:
-        source: the runtime of the devices, or any backend for ``problem``.
-        problem: the graph with costs, and the devices.
-        placements: placements to evaluate.
-        predicted_s: their predicted step times.
-        progress: called with (runs done, total runs).
+        name: "simulated", or "measured", which runs the model.
+        problem: the problem whose placements are evaluated.
+        runtime: what runs the model behind the problem, if there is one.
+        rounds: counted runs of every measured placement.
+        until_closed: exit stack that closes what is started here.
 
     Raises:
-        WorkerError: the workers do not start.
+        ValueError: the name is unknown, or there is no model to run.
+        WorkerError: a worker did not start.
         OSError: there is too little memory, or too many processes or open files.
     """
-    if isinstance(source, Backend):
-        return Evaluation(
-            measurements=measurements(source.evaluate(placements, progress)),
-            interrupted=getattr(source, "interrupted", False),
+    if name not in BACKENDS:
+        raise ValueError(
+            f"there is no backend {name!r}, there are {', '.join(BACKENDS)}, and any object with a "
+            f"method evaluate{suggestion(name, BACKENDS)}"
         )
-    return source.measure(problem, placements, predicted_s, progress)
+    if name == "simulated":
+        from envs.simulator import Simulated
+
+        return Simulated(problem)
+    if runtime is None:
+        raise ValueError('backend "measured" runs a model: give a workload, not a graph')
+    measured = runtime.backend(problem, rounds=rounds)
+    until_closed.callback(measured.close)
+    return measured
 
 
 def costed(

@@ -1,35 +1,53 @@
-"""The runtime of torch devices: this process runs exported calls, or the model's own modules."""
+"""The runtime of torch devices: this process runs exported calls, or the model's own modules.
+
+:class:`TorchExecutor` runs placements to measure them. A run moves the weights to the devices of a
+placement, runs one uncounted step and then a few counted ones; their median is its time. Only wall
+time is known. The clock runs between two points at which all devices are idle: a CUDA event covers
+one stream of one device, but a step may begin on one device, end on another and use the host in
+between.
+"""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-from envs.backend import Evaluation, ProgressCallback, measurements
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from envs.backend import ProgressCallback
 from envs.costs.cached_costs import OpCosts
 from envs.costs.calls import call_costs, known_call_costs
 from envs.costs.modules import torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.homes import put_back
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.watchdog import ended_after
+from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import present
-from envs.hardware.torch_devices import torch_device
-from envs.measured.torch_backend import (
-    DEFAULT_ROUNDS,
-    MeasuredModule,
-    check_overlap,
-    launch_order,
-    placed_module,
-)
+from envs.hardware.torch_devices import CPU, is_out_of_memory, torch_device
+from envs.measured import Failure, Measured, TimedStep, simulated_peaks
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator.schedule import Schedule
+from envs.simulator import Simulator
+from envs.simulator.reasons import overfull_reason
+from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
-from graphs.extract.placeable import CallGraph, gradient_makers, placeable
+from graphs.extract.placeable import CallGraph, ModuleMap, gradient_makers, placeable
 from graphs.graph import GraphArrays
+from graphs.workload import step_copy
 
+DEFAULT_ROUNDS: Final = 7
+TURN_S: Final = 0.2
+MOST_STEPS: Final = 10
+"""Maximum number of counted steps per run: as many as take about ``TURN_S``, at least one."""
+UNLIMITED: Final = np.iinfo(np.int64).max
 FRAGMENTED_SHARE: Final = 0.08
 """Share of a device's memory lost in gaps between tensors; a guess, 5 to 15 % are usual."""
 LIBRARY_BYTES: Final = 96 << 20
@@ -90,29 +108,17 @@ class TorchRuntime:
 
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
-    ) -> MeasuredModule:
+    ) -> Measured:
         """Return a backend that runs a placed or hooked module in this process."""
-        return MeasuredModule(
+        executor = TorchExecutor(
             self.extraction,
             self.calls,
             problem,
             limits=self.limits,
-            rounds=rounds or DEFAULT_ROUNDS,
-            turn_timeout_s=600.0 + 300.0 * max(predicted_s, default=0.0),
+            timeout_s=600.0 + 300.0 * max(predicted_s, default=0.0),
             overlap=self.overlap,
         )
-
-    def measure(
-        self,
-        problem: Problem,
-        placements: Sequence[Placement],
-        predicted_s: Sequence[float],
-        progress: ProgressCallback | None = None,
-    ) -> Evaluation:
-        """Run placements in turn; the unplaced step is the placement on one device."""
-        with closing(self.backend(problem, predicted_s)) as backend:
-            results = backend.evaluate(placements, progress)
-            return Evaluation(measurements=measurements(results), interrupted=backend.interrupted)
+        return Measured(executor, rounds=rounds or DEFAULT_ROUNDS)
 
     def apply(self, placement: Placement) -> PlacedModule | HookedModule:
         """Return the placed module, or one whose own code runs between hooks."""
@@ -127,3 +133,265 @@ class TorchRuntime:
 def _without_reserve_bytes(device: Device) -> int:
     libraries = LIBRARY_BYTES if device.name.startswith("cuda") else 0
     return max(int(device.memory_bytes * (1 - FRAGMENTED_SHARE)) - libraries, 0)
+
+
+class TorchExecutor:
+    """Runs placed steps on ``cuda:*`` and ``cpu`` in this process.
+
+    It works on a copy of the model and keeps all values on the host as well: a new placement copies
+    its weights from there to the accelerators, unless they are still there from its last run, and
+    never has to copy the previous ones back. A training step consists of forward, backward and the
+    optimizer updates, if there is an optimizer, with learning rate 0; gradients are cleared before
+    it. Memory of CUDA devices is limited to ``limits`` while it is open. Host memory cannot be
+    limited, since this process holds more than the step: a placement that exceeds it according to
+    the simulator fails without being run.
+
+    Args:
+        extraction: the step.
+        calls: its graph of calls, or of modules.
+        problem: that graph with costs, and the devices.
+        limits: {device name: bytes} that a step may use; on CUDA devices fragmentation included.
+        timeout_s: a run that takes longer counts as hung. A hung op can only be ended with this
+            process, which then exits with a message.
+        overlap: run exported calls with copies that overlap with compute.
+
+    Raises:
+        ValueError: a device does not exist on this machine, or ``overlap`` is set for a graph of
+            modules.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        calls: CallGraph | ModuleMap,
+        problem: Problem,
+        *,
+        limits: Mapping[str, int] | None = None,
+        timeout_s: float = 600.0,
+        overlap: bool = False,
+    ) -> None:
+        self.calls = calls
+        self.problem = problem
+        self.timeout_s = timeout_s
+        self.overlap = overlap
+        if overlap:
+            check_overlap(calls)
+        self._devices = [torch_device(name) for name in problem.cluster.names]
+        self._simulator = Simulator(problem)
+        step = step_copy(extraction.step)
+        self._extraction = replace(extraction, step=step)
+        self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
+        put_back(step, self._on_host)
+        self._module: PlacedModule | HookedModule | None = None
+        self._there: Placement | None = None  # the placement whose weights are in place
+        self._open = ExitStack()
+        limited = {torch_device(name): size for name, size in (limits or {}).items()}
+        self._host_limit_bytes = np.array(
+            [
+                limited.get(device, UNLIMITED) if device.type != "cuda" else UNLIMITED
+                for device in self._devices
+            ]
+        )
+        self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
+        self._open.enter_context(torch_devices.limited(limited))
+        self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+
+    def load(self, placement: Placement) -> _PlacedStep | Failure:
+        """Return the step as placed, unless it exceeds the memory of the host."""
+        excess = self._host_excess(placement)
+        return Failure(reason=excess, overfull=True) if excess else _PlacedStep(self, placement)
+
+    def unplaced(self) -> None:
+        """Return None: the unplaced step is the placement on one device."""
+
+    def close(self) -> None:
+        """Drop the copy of the model and lift the memory limits."""
+        self._drop()
+        self._open.close()
+
+    def run(self, placement: Placement) -> TimedStep | Failure:
+        """Run a few steps as placed."""
+        failure, overfull, wall_s = "", False, 0.0
+        try:
+            with ended_after(self.timeout_s, self._hung()):
+                wall_s = self._steps(placement)
+        except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
+            overfull = is_out_of_memory(error)
+            failure = _in_a_line(error)
+        if not failure:
+            return TimedStep(wall_s=wall_s, peak_memory_bytes=self._peaks())
+        peaks = self._peaks() if overfull else {}
+        self._drop()  # here the error and its frames, which hold tensors, are gone
+        if not overfull:
+            return Failure(reason=f"torch cannot run it: {failure}")
+        predicted = ", ".join(
+            f"{size / 1e9:.2f} GB on {name}"
+            for name, size in simulated_peaks(self._simulator, placement).items()
+        )
+        return Failure(
+            reason=f"{failure} (predicted: {predicted})", overfull=True, peak_memory_bytes=peaks
+        )
+
+    def _host_excess(self, placement: Placement) -> str:
+        """Return why devices whose allocators enforce no limit (all but CUDA) have no room."""
+        if (self._host_limit_bytes == UNLIMITED).all():
+            return ""
+        try:
+            schedule = self._simulator.run(*placement.arrays())
+        except ValueError:  # a step longer than the simulator counts
+            return ""
+        return overfull_reason(
+            self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._host_limit_bytes
+        )
+
+    def _steps(self, placement: Placement) -> float:
+        if self._there is not placement:
+            self._clear()
+        for device in self._devices:
+            torch_devices.reset_peak(device)
+        module = self._placed(placement)
+        first_s = self._step(module)
+        count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
+        return float(np.median([self._step(module) for _ in range(count)]))
+
+    def _step(self, module: PlacedModule | HookedModule) -> float:
+        step = self._extraction.step
+        # copied, since a model may modify the containers that it gets
+        inputs, keywords = tree_map(lambda leaf: leaf, (step.step_inputs, dict(step.keywords)))
+        self._wait()
+        start = time.perf_counter()
+        module.zero_grad(set_to_none=True)
+        module.step(*inputs, **keywords)
+        self._wait()
+        return time.perf_counter() - start
+
+    def _placed(self, placement: Placement) -> PlacedModule | HookedModule:
+        if self._module is not None and self._there is placement:
+            return self._module
+        devices = [self._devices[d] for d in placement.devices]
+        if self._module is None:
+            self._module = placed_module(
+                self._extraction, self.calls, devices, placement.priority, overlap=self.overlap
+            )
+            updates = self._extraction.step.optimizer is not None
+            if updates and isinstance(self._module, PlacedModule):
+                self._module.learning_rate = 0.0
+        else:
+            where = self.calls.devices_of_calls(devices)
+            self._module.place(where, self.calls.launch_order(placement.priority))
+        self._there = placement
+        return self._module
+
+    def _drop(self) -> None:
+        """Drop the placed module, which an error may have left incomplete."""
+        self._clear()
+        if isinstance(self._module, HookedModule):
+            self._module.close()
+        self._module = None
+        gc.collect()  # some tensors are in reference cycles
+        for device in self._devices:
+            torch_devices.release(device)
+
+    def _clear(self) -> None:
+        """Empty the accelerators, which may have no room for the old and the new weights."""
+        self._there = None
+        if isinstance(self._module, PlacedModule):
+            self._module.load_optimizer_state({})
+        put_back(self._extraction.step, self._on_host)
+        for device in self._devices:
+            torch_devices.release(device)
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            torch_devices.synchronize(device)
+
+    def _peaks(self) -> dict[str, int]:
+        """Return the peak memory of the step, without what was allocated before, by device."""
+        peaks = map(torch_devices.peak_bytes, self._devices)
+        names = self.problem.cluster.names
+        return {
+            name: max(peak - held, 0)
+            for name, peak, held in zip(names, peaks, self._held_bytes, strict=True)
+            if peak is not None
+        }
+
+    def _hung(self) -> str:
+        return (
+            f"a step on {', '.join(self.problem.cluster.names)} was not over after "
+            f"{self.timeout_s:g} s: an op hangs, or a device does not answer. This process ends, "
+            "since nothing else ends such an op"
+        )
+
+
+class _PlacedStep:
+    """One placement on the devices of an executor."""
+
+    def __init__(self, executor: TorchExecutor, placement: Placement) -> None:
+        self._executor = executor
+        self._placement = placement
+
+    def run(self) -> TimedStep | Failure:
+        return self._executor.run(self._placement)
+
+    def close(self) -> None:
+        """Do nothing: the weights stay for the next evaluation."""
+
+
+def placed_module(
+    extraction: Extraction,
+    calls: CallGraph | ModuleMap,
+    devices: Sequence[torch.device],
+    priority: Sequence[float],
+    *,
+    overlap: bool = False,
+) -> PlacedModule | HookedModule:
+    """Return the module of a step, placed on torch devices.
+
+    Args:
+        extraction: the step.
+        calls: its graph of exported calls, which run one by one, or of modules, whose own code
+            runs.
+        devices: device of every node of ``calls``, (M,).
+        priority: priority of every node, (M,); calls are launched in descending order.
+        overlap: run with copies that overlap with compute.
+
+    Raises:
+        ValueError: ``overlap`` is set for a graph of modules.
+    """
+    if overlap:
+        check_overlap(calls)
+    where = calls.devices_of_calls(devices)
+    if isinstance(calls, ModuleMap):
+        return HookedModule(extraction, where)
+    return PlacedModule(extraction, where, calls.launch_order(priority), overlap=overlap)
+
+
+def check_overlap(calls: CallGraph | ModuleMap) -> None:
+    """Check that copies can overlap with compute.
+
+    Raises:
+        ValueError: the model's own code runs, with hooks on its modules; says what to do.
+    """
+    if isinstance(calls, ModuleMap):
+        raise ValueError(
+            "a placed graph of modules runs the model's own code, which waits for each tensor that "
+            "its hooks send: leave overlap out, it is for models that can be exported"
+        )
+
+
+def _in_a_line(error: BaseException) -> str:
+    name, message = type(error).__name__, str(error).partition("\n")[0]
+    if isinstance(error, RuntimeError | ValueError) and message:
+        return message
+    return f"{name}: {message}" if message else name
+
+
+def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
+    """Return all ops in the order in which one process should launch them.
+
+    Ops are ordered by simulated start, ops on the CPU by simulated end: an op on the CPU blocks
+    launches until it is done, so whatever accelerators do meanwhile must be launched before it.
+    """
+    on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
+    launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
+    return run_order(problem, launch_ns)

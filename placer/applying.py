@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware.discover import present
@@ -39,13 +39,14 @@ def apply(
 ) -> Any:
     """Return the model, ready to run as placed.
 
-    On pinned cores the result is a :class:`envs.executors.cores.placed.PlacedModel`: its workers
-    run ``placed.step(batch)``; close it, or use it as a context manager. On torch devices it is a
-    :class:`envs.executors.torch.placed_module.PlacedModule`, called like the model itself (with the
-    target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)`` as
-    well, and ``placed.eval()(*inputs)`` returns what the model returns in eval mode. For a
-    placement of a module graph it is a :class:`envs.executors.hooks.hooked_module.HookedModule`,
-    which runs the model's own code on any inputs.
+    On pinned cores the result is a :class:`envs.executors.cores.placed_model.PlacedModel`: its
+    workers run ``placed.step(batch)``; close it, or use it as a context manager. On torch devices
+    it is a :class:`envs.executors.torch.placed_module.PlacedModule`, called like the model itself
+    (with the target, if there is a loss): ``placed(*inputs).backward()``. It has
+    ``placed.step(batch)`` as well, and ``placed.eval()(*inputs)`` returns what the model returns in
+    eval mode. For a placement of a module graph it is a
+    :class:`envs.executors.hooks.hooked_module.HookedModule`, which runs the model's own code on any
+    inputs.
 
     Args:
         model: the model that was placed, or one with the same architecture.

@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from envs.backend import Backend
+from envs.backend import Backend, measurements
 from envs.hardware.cluster import Cluster
 from envs.measurement import Measurement
 from envs.problem import Problem
-from envs.runtime import Runtime, evaluate
+from envs.runtime import Runtime
 from placer.progress import Progress
 from placer.search.candidate import Candidate, Kind
 
@@ -43,20 +43,24 @@ def run_best(
     chosen = worth_running(candidates, problem.cluster)
     if not chosen:
         return Runs(candidates=list(candidates))
-    evaluation = evaluate(
-        source,
-        problem,
-        [candidates[i].placement for i in chosen],
-        [candidates[i].predicted_s for i in chosen],
-        lambda done, total: progress.advance(done / total),
-    )
+    placements = [candidates[i].placement for i in chosen]
+
+    def advance(done: int, total: int) -> None:
+        progress.advance(done / total)
+
+    if isinstance(source, Backend):
+        results, unplaced = source.evaluate(placements, advance), None
+        interrupted = getattr(source, "interrupted", False)
+    else:
+        predicted_s = [candidates[i].predicted_s for i in chosen]
+        with source.backend(problem, predicted_s) as backend:
+            results, unplaced = backend.evaluate_with_unplaced(placements, advance)
+            interrupted = backend.interrupted
     measured = list(candidates)
-    for i, measurement in zip(chosen, evaluation.measurements, strict=True):
+    for i, measurement in zip(chosen, measurements(results), strict=True):
         if measurement.counts:
             measured[i] = replace(candidates[i], measurement=measurement)
-    return Runs(
-        candidates=measured, all_cores=evaluation.unplaced, interrupted=evaluation.interrupted
-    )
+    return Runs(candidates=measured, all_cores=unplaced, interrupted=interrupted)
 
 
 def overfull(candidates: Sequence[Candidate]) -> bool:

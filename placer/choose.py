@@ -51,13 +51,13 @@ def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
         return run[1].step_s(contended=contended)
 
     fastest = min(ran, key=step_s)
-    equal = [run for run in ran if tied(run[1], fastest[1], loaded=contended)]
+    equal = [run for run in ran if tied(run[1], fastest[1], contended=contended)]
     single = min((run for run in ran if run[0].is_single), key=step_s, default=None)
     if single is not None and single not in equal:
         equal = [
             run
             for run in equal
-            if step_s(run) < step_s(single) and not tied(run[1], single[1], loaded=contended)
+            if step_s(run) < step_s(single) and not tied(run[1], single[1], contended=contended)
         ]
     if not equal:
         return (single or fastest)[0]

@@ -15,7 +15,7 @@ from envs.hardware.cache_folder import cache_folder, processor
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import available_memory_bytes, cores_in_use, physical_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
-from envs.measurement import CONTENDED, why_doubtful
+from envs.measurement import CONTENDED, contention_warning
 from placer.messages import CPU_CLOCK, NOISY
 from placer.version import VERSION
 
@@ -88,7 +88,7 @@ class Checkup:
     @property
     def advice(self) -> list[str]:
         """Return further advice that a user can act on, one or two sentences each."""
-        found = [doubt] if (doubt := why_doubtful(self.cluster)) else []
+        found = [doubt] if (doubt := contention_warning(self.cluster)) else []
         if self.loud:
             told = (
                 f"The load is {self.load:.1f} on {self.cores} core{'s'[: self.cores > 1]}: as long "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from envs.measurement import Measurement, why_doubtful
+from envs.measurement import Measurement, contention_warning
 from envs.placement import Placement
 from envs.problem import Problem
 from placer import messages
@@ -139,7 +139,7 @@ class Result:
         remarks += messages.failures(self.candidates)
         if self.extraction is not None:
             remarks += messages.extraction_remarks(self.extraction)
-        remarks += [messages.no_optimizer(self.problem), why_doubtful(self.problem.cluster)]
+        remarks += [messages.no_optimizer(self.problem), contention_warning(self.problem.cluster)]
         return [remark for remark in remarks if remark]
 
     @property
@@ -222,7 +222,7 @@ class Result:
             measured |= _clocks(single.measurement, "single_device_")
         if unplaced is not None and unplaced.ok:
             measured |= _clocks(unplaced, "all_cores_")
-            del measured["all_cores_rebuilt_s"]  # torch's threads have no common CPU clock
+            del measured["all_cores_cpu_clock_s"]  # torch's threads have no common CPU clock
         return measured
 
 
@@ -243,7 +243,7 @@ def _clocks(seen: Measurement, whose: str = "") -> dict[str, float]:
     return {
         f"{whose}wall_median_s": seen.median_s,
         f"{whose}wall_min_s": seen.min_s,
-        f"{whose}rebuilt_s": seen.cpu_clock_median_s,
+        f"{whose}cpu_clock_s": seen.cpu_clock_median_s,
     }
 
 

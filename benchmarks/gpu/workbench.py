@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import numpy as np
 from benchmarks.record import quartiles
 from envs.backend import measurements
 from envs.hardware.cluster import Cluster
-from envs.measured.torch_backend import MeasuredModule, launch_order
+from envs.measured import Measured
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated, costed
 from envs.simulator import INFEASIBLE_NS, Simulator
-from envs.torch_runtime import TorchRuntime
+from envs.torch_runtime import TorchExecutor, TorchRuntime, launch_order
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.search.candidate import Candidate, Kind
@@ -56,10 +55,8 @@ class Workbench:
         """Run candidates in turn and return predictions and measurements of each."""
         limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
         placements = [placement(problem, plan) for plan in plans]
-        backend = MeasuredModule(
-            self.extraction, self.runtime.calls, problem, limits=limits, rounds=ROUNDS, warm_up=0
-        )
-        with closing(backend):
+        executor = TorchExecutor(self.extraction, self.runtime.calls, problem, limits=limits)
+        with Measured(executor, rounds=ROUNDS, warm_up=0) as backend:
             seen = measurements(backend.evaluate(placements))
         return [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
 

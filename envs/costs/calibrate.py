@@ -23,11 +23,11 @@ import torch
 
 from envs.costs.torch_speeds import measured_speeds
 from envs.executors.cores.errors import once_more
-from envs.executors.cores.lists import device_lists
+from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cache_folder import cache_folder, host, processor
 from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
-from envs.measurement import CONTENDED, why_doubtful
+from envs.measurement import CONTENDED, contention_warning
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.files import write_whole
 
@@ -83,7 +83,7 @@ class Calibration:
             OSError: there is too little memory, or too many processes or open files.
         """
         measured = self.measure(self.devices)
-        if not why_doubtful(measured):
+        if not contention_warning(measured):
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_whole(self.path, cluster_to_toml(measured))

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
 from envs.costs.modules import core_module_costs
 from envs.costs.signatures import op_signatures
+from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import once_more
-from envs.executors.cores.lists import Run, single_list
+from envs.executors.cores.instruction_lists import Run, single_list
 from envs.executors.cores.pool import WorkerPool
-from envs.executors.cores.state import load_example
 from envs.hardware.cluster import Device
 from graphs.extract import Extraction
 

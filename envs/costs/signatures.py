@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from envs.executors.cores.lists import Run, single_list
+from envs.executors.cores.instruction_lists import Run, single_list
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph
 from graphs.extract.program import Call, Ref, StepProgram, Value

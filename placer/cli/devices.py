@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from envs.executors.cores.errors import WorkerError
     from envs.hardware.cluster import cluster_to_toml
     from envs.hardware.discover import discover
-    from envs.measurement import why_doubtful
+    from envs.measurement import contention_warning
     from envs.runtime import calibrated
     from graphs.files import write_whole
     from placer.report.console import stdout_console
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(cluster_to_dict(cluster), allow_nan=False))
     else:
         print_cluster(cluster, stdout_console())
-    if doubt := why_doubtful(cluster):
+    if doubt := contention_warning(cluster):
         say(args, doubt)
     if args.out is not None:
         try:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from envs.placement import Placement

@@ -13,8 +13,7 @@ from envs.backend import measurements
 from envs.executors.cores.errors import WorkerError
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import check_devices
-from envs.measured.core_backend import Measured
-from envs.measured.torch_backend import MeasuredModule
+from envs.measured import Measured
 from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
@@ -40,9 +39,7 @@ class MeasuredDecoders:
     placement is measured once. ``item`` is the problem with measured step times of its heuristics.
     """
 
-    def __init__(
-        self, item: Exercise, runtime: Runtime, backend: Measured | MeasuredModule
-    ) -> None:
+    def __init__(self, item: Exercise, runtime: Runtime, backend: Measured) -> None:
         """Measure the heuristics; the backend is closed with the decoders.
 
         Raises:
@@ -177,7 +174,7 @@ class MeasuredDecoders:
         for key, run in zip(keys, runs, strict=True):
             if not run.ok:
                 ratio = CANNOT_RUN
-            elif run is reference or tied(run, reference, loaded=loaded):
+            elif run is reference or tied(run, reference, contended=loaded):
                 ratio = 1.0
             else:
                 ratio = run.step_s(contended=loaded) / reference.step_s(contended=loaded)

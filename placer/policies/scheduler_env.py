@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
-from envs.backends import BACKENDS
 from envs.hardware.cluster import Cluster
 from envs.partial_schedule import PartialSchedule, schedule_chart
 from envs.placement_env import devices_of, problem_of
 from envs.problem import toy_problem
-from envs.runtime import costed_problem, runtime_for
+from envs.runtime import BACKENDS, costed_problem, runtime_for
 from envs.simulator import Simulator
 from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised

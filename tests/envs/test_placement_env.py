@@ -26,11 +26,13 @@ from envs.backend import StepResult
 from envs.executors.cores.fork_server import running_server
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.hardware.discover import discover
+from envs.measured import Measured
 from envs.measurement import CONTENDED
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
 from envs.problem import toy_problem
 from envs.simulator import Simulated
+from envs.torch_runtime import TorchExecutor
 from graphs.extract import Workload
 from graphs.graph_file import save_graph
 from graphs.optimizer import Optimizer
@@ -285,7 +287,9 @@ def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() ->
     )
     environment = made.unwrapped
     assert isinstance(environment, PlacementEnv)
-    assert getattr(environment.backend, "overlap", False)
+    assert isinstance(environment.backend, Measured)
+    assert isinstance(environment.backend.executor, TorchExecutor)
+    assert environment.backend.executor.overlap
     graph = environment.problem.graph
     plain = gym.make(IDS[0], workload=linear_step(), cluster=pair()).unwrapped
     assert isinstance(plain, PlacementEnv)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import placer
-from envs.backend import StepResult, measured_result
+from envs.backend import StepResult
 from envs.costs import torch_speeds
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware.discover import discover
-from envs.measured.torch_backend import MeasuredModule
+from envs.measured import Measured
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.runtime import runtime_for
@@ -246,10 +246,10 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned: list[int] = []
-    evaluate = MeasuredModule.evaluate
+    evaluate = Measured.evaluate
 
     def first_too_large(
-        backend: MeasuredModule, placements: list[Placement], *_: object
+        backend: Measured, placements: list[Placement], *_: object
     ) -> list[StepResult]:
         planned.append(backend.problem.cluster.devices[0].memory_bytes)
         seen = evaluate(backend, placements)
@@ -258,11 +258,11 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
         nothing = np.array([])
         full = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="no room", overfull=True)
         return [
-            measured_result(full, {}) if len(set(p.devices)) > 1 else one
+            StepResult.of_measurement(full, {}) if len(set(p.devices)) > 1 else one
             for p, one in zip(placements, seen, strict=True)
         ]
 
-    monkeypatch.setattr(MeasuredModule, "evaluate", first_too_large)
+    monkeypatch.setattr(Measured, "evaluate", first_too_large)
     model, tokens = build()
     found = placer.optimize(
         model,

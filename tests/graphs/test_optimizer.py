@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import placer
 from envs.costs.ops import profile_runs
-from envs.executors.cores.lists import Run, device_lists, priority_order
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.instruction_lists import Run, device_lists, priority_order
+from envs.executors.cores.placed_model import PlacedModel
 from envs.hardware.discover import discover
 from envs.placement import Placement
 from graphs.extract import Extraction, ExtractionError, Workload, extract

@@ -10,11 +10,15 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_map
 
-from envs.executors.cores.arena import Arena
-from envs.executors.cores.compiled_list import CompiledList
-from envs.executors.cores.lists import Instruction, Receive, Send
-from envs.executors.cores.signals import Signals
-from envs.executors.cores.state import begin_updates, count_update, load_batch, load_state
+from envs.executors.cores.arena import (
+    Arena,
+    begin_updates,
+    count_update,
+    load_batch,
+    load_state,
+)
+from envs.executors.cores.compiled_list import CompiledList, Signals
+from envs.executors.cores.instruction_lists import Instruction, Receive, Send
 from graphs.extract import Extraction
 from graphs.extract.export.trace import Position
 from tests.helpers.tiny_models import Outcome

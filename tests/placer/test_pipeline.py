@@ -436,7 +436,7 @@ def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
         "all_cores_wall_median_s",
         "all_cores_wall_min_s",
     }
-    judged = "rebuilt_s" if found.placement.measured["clock"] == "cpu" else "wall_median_s"
+    judged = "cpu_clock_s" if found.placement.measured["clock"] == "cpu" else "wall_median_s"
     for whose in ("", "single_device_"):
         judged_s = found.placement.measured[f"{whose}{judged}"]
         assert found.placement.measured[f"{whose}step_s"] == judged_s

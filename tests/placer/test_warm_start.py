@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import placer
+from envs import torch_runtime
 from envs.costs import torch_speeds
 from envs.hardware.discover import discover
-from envs.measured import torch_backend as measured_module
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
@@ -55,7 +55,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
-    monkeypatch.setattr(measured_module, "TURN_S", 0.0)
+    monkeypatch.setattr(torch_runtime, "TURN_S", 0.0)
 
 
 @pytest.fixture

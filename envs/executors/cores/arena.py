@@ -2,7 +2,7 @@
 
 It has no name in the file system, so nothing is left behind however the processes end. Every source
 and result of a step, and every tensor that may move between devices, has a fixed place in it; pages
-that are never touched take no memory.
+that are never touched take no memory. The functions copy the state and the batch of a step into it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from typing import IO
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
 import torch
 
+from envs.executors.checks import matched_leaves
+from graphs.extract import Workload
 from graphs.extract.program import StepProgram, Value
 
 ALIGNMENT = 64  # as torch's own allocator
@@ -98,6 +101,58 @@ class Arena:
         if value.overlaps:
             return flat.view(value.shape)
         return flat.as_strided(value.shape, value.stride)
+
+
+def load_example(arena: Arena, step: Workload) -> None:
+    """Copy the parameters, buffers and example inputs of a step into the arena.
+
+    An optimizer starts, and stays, at its first step with a learning rate of 0: it does all its
+    work, but the parameters stay as they are however often the step runs.
+    """
+    load_state(arena, step)
+    load_batch(arena, step, step.inputs, step.keywords)
+    begin_updates(arena, learning_rate=0.0)
+    count_update(arena)
+
+
+def begin_updates(arena: Arena, learning_rate: float) -> None:
+    """Reset the state of the step's optimizer, if it has one, and set its learning rate."""
+    for source in arena.program.sources:
+        if source.role in ("optimizer", "step_count"):
+            arena.value(source.value).zero_()
+        elif source.role == "learning_rate":
+            arena.value(source.value).fill_(learning_rate)
+
+
+def count_update(arena: Arena) -> None:
+    """Increment the optimizer's step counts for the next step."""
+    for source in arena.program.sources:
+        if source.role == "step_count":
+            arena.value(source.value).add_(1.0)
+
+
+def load_state(arena: Arena, step: Workload) -> None:
+    """Copy the parameters and buffers of a step into the arena."""
+    state = step.named_state()
+    for source in arena.program.sources:
+        if source.role in ("parameter", "buffer"):
+            arena.value(source.value).copy_(state[source.name].detach())
+
+
+def load_batch(
+    arena: Arena, step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
+    """Copy the tensors of a batch into the arena.
+
+    Raises:
+        ValueError: as :func:`matched_leaves`.
+    """
+    slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
+    leaves = matched_leaves(step, inputs, keywords)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    for number, tensor in enumerate(tensors):
+        if number in slots:
+            arena.value(slots[number]).copy_(tensor.detach())
 
 
 def _resize(descriptor: int, size: int) -> None:

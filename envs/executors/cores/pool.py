@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,19 +21,9 @@ from numpy.typing import NDArray
 
 from envs.executors.cores.arena import Arena
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError
-from envs.executors.cores.lists import Give, Instruction, Receive, Run, Send
-from envs.executors.cores.messages import (
-    CountMemory,
-    Done,
-    Failed,
-    Load,
-    RunStep,
-    SetRandom,
-    Setup,
-    TellMemory,
-    TellRandom,
-)
+from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
 from envs.executors.cores.processes import Holdings, WorkerProcess
+from envs.executors.cores.worker import Failed, Setup, Stamps
 from envs.hardware.cluster import Device
 from envs.hardware.discover import cores_of
 from graphs.extract.program import StepProgram
@@ -45,8 +35,8 @@ def spread_seed(seed: int, number: int) -> int:
     Neighboring seeds or numbers give unrelated seeds, so the seeds of a rank's workers can be
     spread from the spread seed of the rank.
     """
-    [found] = np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)
-    return int(found)
+    [spread] = np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)
+    return int(spread)
 
 
 LEAD_NS: Final = 300_000
@@ -86,8 +76,7 @@ class WorkerPool:
             OSError: there is too little memory, or too many processes or open files.
         """
         cores = [cores_of(device.name) for device in devices]
-        shared = {core for own in cores for core in own}
-        if len(shared) < sum(map(len, cores)):
+        if len({core for each in cores for core in each}) < sum(map(len, cores)):
             names = ", ".join(device.name for device in devices)
             raise ValueError(f"devices {names} overlap: every core can belong to one device only")
         self.program = program
@@ -132,9 +121,23 @@ class WorkerPool:
             WorkerError: a worker could not compile its list.
         """
         self._number += 1
-        self._lists[self._number] = tuple(tuple(own) for own in lists)
-        self._ask([Load(self._number, own) for own in self._lists[self._number]])
+        self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
+        self._ask(
+            [
+                ("load", {"number": self._number, "instructions": instructions})
+                for instructions in self._lists[self._number]
+            ]
+        )
         return self._number
+
+    def unload(self, number: int) -> None:
+        """Let every worker drop the list with this number.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        del self._lists[number]
+        self._call("unload", number=number)
 
     def run(self, number: int, *, give: bool = False) -> StepRun:
         """Run one step on all devices; with ``give`` its results are then in the arena.
@@ -145,16 +148,17 @@ class WorkerPool:
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED
         start_ns = time.perf_counter_ns() + LEAD_NS
-        answers = self._ask([RunStep(number, start_ns, give)] * len(self._workers), number)
-        stamps = [np.frombuffer(answer.stamps, np.int64) for answer in answers]
+        message = ("run", {"number": number, "start_ns": start_ns, "give": give})
+        answers: list[Stamps] = self._ask([message] * len(self._workers), number)
+        clocks = [np.frombuffer(answer.clock_ns, np.int64) for answer in answers]
         lists = self._lists[number]
         cpu_s = tuple(
-            np.where([isinstance(i, Receive) for i in own], 0.0, np.diff(stamp) * 1e-9)
-            for own, stamp in zip(lists, stamps, strict=True)
+            np.where([isinstance(i, Receive) for i in instructions], 0.0, np.diff(clock) * 1e-9)
+            for instructions, clock in zip(lists, clocks, strict=True)
         )
-        busy = [a for a, own in zip(answers, lists, strict=True) if own]
-        first = min(answer.start_ns for answer in busy)
-        return StepRun((max(answer.end_ns for answer in busy) - first) * 1e-9, cpu_s)
+        active = [a for a, instructions in zip(answers, lists, strict=True) if instructions]
+        first_ns = min(answer.start_ns for answer in active)
+        return StepRun((max(answer.end_ns for answer in active) - first_ns) * 1e-9, cpu_s)
 
     def count_memory(self) -> None:
         """Release unused memory in all workers, and count their peaks from here on.
@@ -162,7 +166,7 @@ class WorkerPool:
         Raises:
             WorkerError: a worker died.
         """
-        self._ask([CountMemory()] * len(self._workers))
+        self._call("count_memory")
 
     def peak_memory_bytes(self) -> dict[str, int]:
         """Return each worker's peak resident memory beyond its start or :meth:`count_memory`.
@@ -174,9 +178,9 @@ class WorkerPool:
         Raises:
             WorkerError: a worker died.
         """
-        answers = self._ask([TellMemory()] * len(self._workers))
-        told = zip(self.devices, answers, strict=True)
-        return {d.name: a.peak_bytes for d, a in told if a.peak_bytes is not None}
+        names = [device.name for device in self.devices]
+        peaks: list[int | None] = self._call("peak_memory_bytes")
+        return {name: peak for name, peak in zip(names, peaks, strict=True) if peak is not None}
 
     def random_state(self) -> list[torch.Tensor]:
         """Return the state of each worker's random number generator, uint8, by device.
@@ -184,8 +188,8 @@ class WorkerPool:
         Raises:
             WorkerError: a worker died.
         """
-        answers = self._ask([TellRandom()] * len(self._workers))
-        return [torch.frombuffer(bytearray(a.random), dtype=torch.uint8) for a in answers]
+        states: list[bytes] = self._call("random_state")
+        return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states]
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
         """Load the states from :meth:`random_state`.
@@ -196,7 +200,7 @@ class WorkerPool:
         """
         if len(states) != len(self._workers):
             raise ValueError(f"{len(states)} states are not for {len(self._workers)} workers")
-        self._ask([SetRandom(state.numpy().tobytes()) for state in states])
+        self._ask([("load_random_state", {"state": s.numpy().tobytes()}) for s in states])
 
     def close(self) -> None:
         """End the workers at once; safe to call twice."""
@@ -250,9 +254,17 @@ class WorkerPool:
         self._holdings.files.append(os.fdopen(descriptor, "rb", buffering=0))
         return descriptor
 
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker; return the results by device."""
+        return self._ask([(method, arguments)] * len(self._workers))
+
     def _ask(
-        self, messages: Sequence[object], number: int | None = None, timeout_s: float | None = None
-    ) -> list[Done]:
+        self,
+        messages: Sequence[object],
+        number: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Send every worker a message and return the answers; ``number`` is the list that runs."""
         if self.closed:
             raise WorkerError("the workers of this pool have ended")
         try:
@@ -263,7 +275,7 @@ class WorkerPool:
 
     def _exchange(
         self, messages: Sequence[object], number: int | None, timeout_s: float
-    ) -> list[Done]:
+    ) -> list[Any]:
         for d, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
             try:
                 worker.connection.send(message)
@@ -272,7 +284,7 @@ class WorkerPool:
             except OSError:
                 raise self._failure(worker, "died", number) from None
         deadline = time.monotonic() + timeout_s
-        answers: dict[int, Done] = {}
+        answers: dict[int, Any] = {}
         open_ends = {id(w.connection): d for d, w in enumerate(self._workers)}
         while len(answers) < len(self._workers):
             waiting = [w.connection for d, w in enumerate(self._workers) if d not in answers]
@@ -284,7 +296,7 @@ class WorkerPool:
                 answers[d] = self._answer(d, number, timeout_s)
         return [answers[d] for d in range(len(self._workers))]
 
-    def _answer(self, device: int, number: int | None, timeout_s: float) -> Done:
+    def _answer(self, device: int, number: int | None, timeout_s: float) -> Any:
         worker = self._workers[device]
         try:
             answer = worker.connection.recv()
@@ -295,7 +307,6 @@ class WorkerPool:
         if isinstance(answer, Failed):
             failure = self._failure(worker, f"failed: {answer.reason}", number)
             raise WorkerMemoryError(str(failure)) if answer.no_memory else failure
-        assert isinstance(answer, Done)
         return answer
 
     def _hung(self, late: Sequence[int], number: int | None, timeout_s: float) -> WorkerError:

@@ -1,22 +1,24 @@
 """One pinned worker process: maps the arena, compiles instruction lists, runs them on demand.
 
 It is forked for a :class:`envs.executors.cores.pool.WorkerPool` by
-:mod:`envs.executors.cores.fork_server`; :mod:`envs.executors.cores.messages` defines the messages
-on its pipe. It never outlives its parent. :class:`Resident` is its resident memory, as the kernel
-counts it.
+:mod:`envs.executors.cores.fork_server`. The first message on its pipe is a :class:`Setup`, every
+other one the name of a method of :class:`Worker` and its arguments; each is answered with what the
+method returns, or with :class:`Failed`. A worker never outlives its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import select
 import threading
 import time
 import traceback
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -24,25 +26,49 @@ from typing import Final
 import torch
 
 from envs.executors.cores.arena import Arena
-from envs.executors.cores.compiled_list import CompiledList
-from envs.executors.cores.messages import (
-    CountMemory,
-    Done,
-    Failed,
-    Load,
-    RunStep,
-    SetRandom,
-    Setup,
-    TellMemory,
-    TellRandom,
-)
-from envs.executors.cores.signals import Signals
+from envs.executors.cores.compiled_list import CompiledList, Signals
+from envs.executors.cores.instruction_lists import Instruction
 from envs.hardware.torch_devices import is_out_of_memory
+from graphs.extract.program import StepProgram
 
 STATUS: Final = Path("/proc/self/status")
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 RESET_PEAK: Final = "5"
 """Makes the kernel reset the peak of resident memory, see proc(5)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The program of the step, and file descriptors of shared resources."""
+
+    device: int
+    threads: int
+    seed: int
+    program: StepProgram
+    arena: int
+    board: int
+    board_bytes: int
+    counters: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stamps:
+    """Start and end of a step, and the clock before the first and after every instruction.
+
+    The clock is the thread's CPU time, on several cores the wall clock.
+    """
+
+    start_ns: int
+    end_ns: int
+    clock_ns: bytes  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An instruction raised: the last line of the traceback, and whether memory ran out."""
+
+    reason: str
+    no_memory: bool
 
 
 class Resident:
@@ -79,9 +105,9 @@ def _bytes(name: str) -> int:
 
 
 class Worker:
-    """State of a worker process: its arena, its signals and its compiled lists."""
+    """State of a worker process; its methods answer the messages of the pool."""
 
-    def __init__(self, setup: Setup, progress: memoryview) -> None:
+    def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
         torch.manual_seed(setup.seed)
         self.program = setup.program
@@ -89,82 +115,72 @@ class Worker:
         self.signals = Signals(setup.device, setup.counters)
         self.resident = Resident(self.arena)
         self.lists: dict[int, CompiledList] = {}
-        self.progress = progress
+        board = memoryview(mmap.mmap(setup.board, setup.board_bytes)).cast("q")
+        self.position = board[setup.device : setup.device + 1]  # in the running list, shared
         # The thread's clock does not see the other threads of a core set.
         self.clock = time.thread_time_ns if setup.threads == 1 else time.perf_counter_ns
 
-    def load(self, message: Load) -> None:
+    def load(self, number: int, instructions: Sequence[Instruction]) -> None:
         """Compile an instruction list under a number."""
-        self.lists[message.number] = CompiledList(
-            message.instructions, self.program, self.arena, self.signals
-        )
+        self.lists[number] = CompiledList(instructions, self.program, self.arena, self.signals)
 
-    def run(self, message: RunStep) -> Done:
-        """Run one step; the clock is read before the first and after every instruction."""
-        compiled = self.lists[message.number]
-        table, progress = compiled.table, self.progress
+    def unload(self, number: int) -> None:
+        """Drop a compiled list."""
+        del self.lists[number]
+
+    def run(self, number: int, start_ns: int, *, give: bool) -> Stamps:
+        """Run a list from ``start_ns`` (monotonic clock) on; ``give`` copies the results out."""
+        compiled = self.lists[number]
+        table, board = compiled.table, self.position
         clock = self.clock
         stamps = array("q", bytes(8 * (len(compiled.steps) + 1)))
         self.signals.reset()
-        while time.perf_counter_ns() < message.start_ns:
+        while time.perf_counter_ns() < start_ns:
             pass
         stamps[0] = clock()
         start_ns = time.perf_counter_ns()
         for position, step in enumerate(compiled.steps):
-            progress[0] = position
+            board[0] = position
             step(table)
             stamps[position + 1] = clock()
         end_ns = time.perf_counter_ns()
-        if message.give:
+        if give:
             compiled.give()
         compiled.forget()
-        return Done(start_ns, end_ns, stamps.tobytes())
+        return Stamps(start_ns, end_ns, stamps.tobytes())
+
+    def count_memory(self) -> None:
+        """Release unused memory and count its peak from here on."""
+        self.resident.restart()
+
+    def peak_memory_bytes(self) -> int | None:
+        """Return the peak memory, if the kernel can count it."""
+        return self.resident.peak_bytes()
+
+    def random_state(self) -> bytes:
+        """Return the state of the random number generator."""
+        return torch.get_rng_state().numpy().tobytes()
+
+    def load_random_state(self, state: bytes) -> None:
+        """Set the state of the random number generator."""
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def serve(connection: Connection) -> None:
     """Answer messages until the parent closes the pipe."""
-    setup = connection.recv()
-    assert isinstance(setup, Setup)
     with torch.inference_mode():
-        worker = Worker(setup, _progress(setup))
-        connection.send(Done())
+        worker = Worker(connection.recv())
+        connection.send(None)
         while True:
             try:
-                message = connection.recv()
+                method, arguments = connection.recv()
             except EOFError:
                 return
             try:
-                connection.send(_answer(worker, message))
+                connection.send(getattr(worker, method)(**arguments))
             except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
                 last = traceback.format_exception_only(error)[-1].strip()
-                connection.send(Failed(last, no_memory=is_out_of_memory(error)))
-
-
-def _answer(worker: Worker, message: object) -> Done:
-    match message:
-        case Load():
-            worker.load(message)
-        case RunStep():
-            return worker.run(message)
-        case CountMemory():
-            worker.resident.restart()
-        case TellMemory():
-            return Done(peak_bytes=worker.resident.peak_bytes())
-        case TellRandom():
-            return Done(random=torch.get_rng_state().numpy().tobytes())
-        case SetRandom():
-            torch.set_rng_state(torch.frombuffer(bytearray(message.state), dtype=torch.uint8))
-        case _:
-            raise ValueError(f"a worker got {type(message).__name__}")
-    return Done()
-
-
-def _progress(setup: Setup) -> memoryview:
-    """Return this worker's cell of the shared progress board: its current position in the list."""
-    import mmap
-
-    board = memoryview(mmap.mmap(setup.board, setup.board_bytes)).cast("q")
-    return board[setup.device : setup.device + 1]
+                connection.send(Failed(last, is_out_of_memory(error)))
 
 
 def _end_with_parent(descriptor: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from envs.executors.cores.state import unpacked
+from envs.executors.checks import unpacked
 from envs.executors.hooks.homes import ModuleHomes
 from envs.executors.hooks.visits import Seat, Visits
 from envs.executors.torch.placed_module import SHARED, full_device

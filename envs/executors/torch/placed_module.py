@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from envs.executors.cores.state import checked_rate, matched_leaves, unpacked
+from envs.executors.checks import checked_rate, matched_leaves, unpacked
 from envs.executors.torch.forward_source import ForwardWriter, LaunchOrder
 from envs.executors.torch.homes import Homes
 from envs.executors.torch.updates import Updates

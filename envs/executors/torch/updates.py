@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from envs.executors.cores.state import load_kept
+from envs.executors.checks import load_kept
 from graphs.extract import Extraction
 from graphs.extract.export.forward import ForwardProgram
 from graphs.optimizer import STATE, Optimizer

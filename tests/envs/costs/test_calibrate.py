@@ -17,11 +17,11 @@ import torch
 from envs.costs import calibrate
 from envs.costs.calibrate import hop_rates
 from envs.costs.ops import profile_runs
-from envs.executors.cores.lists import Instruction, Receive, Run
+from envs.executors.cores.instruction_lists import Instruction, Receive, Run
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.hardware.discover import discover
-from envs.measurement import why_doubtful
+from envs.measurement import contention_warning
 from envs.runtime import calibrated
 from graphs.costs import with_costs
 from graphs.extract import extract
@@ -136,7 +136,7 @@ def test_another_process_on_a_core_is_seen_while_it_is_calibrated(
     found = calibrate.calibrate(made_up("core:0"))
     assert found.links == ()
     assert found.devices[0].contention == pytest.approx(2.0)
-    assert "core:0 2 x" in why_doubtful(found)
+    assert "core:0 2 x" in contention_warning(found)
     (tmp_path / "cluster.toml").write_text(cluster_to_toml(found))
     assert load_cluster(tmp_path / "cluster.toml") == found
 
@@ -215,12 +215,12 @@ def test_speeds_of_a_busy_machine_are_told_and_measured_again(
 
     monkeypatch.setattr(calibrate, "calibrate", busy)
     found = calibrated(made_up("core:0", "core:1"))
-    assert "core:1 28.4 x" in why_doubtful(found)
-    assert "core:0" not in why_doubtful(found)
+    assert "core:1 28.4 x" in contention_warning(found)
+    assert "core:0" not in contention_warning(found)
     assert not cache.exists()
     monkeypatch.setattr(calibrate, "calibrate", quiet)
     found = calibrated(made_up("core:0", "core:1"))
-    assert why_doubtful(found) == ""
+    assert contention_warning(found) == ""
     assert calibrated(made_up("core:0", "core:1")) == found
     assert len(measured) == 2
 

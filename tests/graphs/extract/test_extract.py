@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.executors.cores.lists import device_lists, priority_order
+from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from graphs.extract.calls import Homes
 from graphs.extract.program import VIEW

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from envs.costs.modules import profile_modules
-from envs.executors.cores.lists import device_lists
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.instruction_lists import device_lists
+from envs.executors.cores.placed_model import PlacedModel
 from envs.hardware.cluster import Cluster, Device
 from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS

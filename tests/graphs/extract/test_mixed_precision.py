@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.executors.cores.lists import device_lists
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.instruction_lists import device_lists
+from envs.executors.cores.placed_model import PlacedModel
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.flops import further_formulas

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.executors.cores.lists import device_lists
+from envs.executors.cores.instruction_lists import device_lists
 from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS
 from tests.helpers import one_process

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from envs.executors.cores.lists import device_lists
+from envs.executors.cores.instruction_lists import device_lists
 from graphs.extract import ExtractionError, StepError, Workload, extract, refusals
 from graphs.extract.dispatch import trace
 from graphs.extract.extraction import EXTRACTORS

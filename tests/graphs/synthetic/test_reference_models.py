@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from envs.executors.cores.lists import device_lists, priority_order
+from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import Extraction, extract
 from graphs.models import moe
 from tests.helpers import one_process

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.backend import StepResult, measured_result
+from envs.backend import StepResult
 from envs.executors.cores.errors import WorkerError
 from envs.measurement import Measurement
 from envs.placement import Placement
@@ -73,10 +73,12 @@ class Machine:
         if self.broken:
             nothing = np.array([])
             failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
-            return [measured_result(failed, {})] * len(placements)
+            return [StepResult.of_measurement(failed, {})] * len(placements)
         steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
         runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
-        return [measured_result(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs]
+        return [
+            StepResult.of_measurement(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs
+        ]
 
     def close(self) -> None:
         """Do nothing."""

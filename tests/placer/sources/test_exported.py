@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from envs.executors.cores.lists import device_lists
+from envs.executors.cores.instruction_lists import device_lists
 from graphs.extract import extract
 from placer.sources.target import TargetError, load_step
 from tests.helpers import one_process

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from envs.executors.cores.lists import device_lists, priority_order
+from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import extract
 from placer.sources import huggingface
 from placer.sources.target import TargetError, is_graph_file, load_step

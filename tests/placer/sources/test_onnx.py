@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from envs.executors.cores.lists import device_lists, priority_order
+from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import extract
 from graphs.models import ResNet, ResNetConfig
 from placer.cli.main import main

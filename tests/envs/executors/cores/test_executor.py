@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from envs.executors.cores import pool as pool_module
-from envs.executors.cores.arena import Arena
+from envs.executors.cores.arena import Arena, load_batch, load_state
 from envs.executors.cores.errors import WorkerError
-from envs.executors.cores.lists import device_lists, priority_order
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.instruction_lists import device_lists, priority_order
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import WorkerPool
 from envs.executors.cores.processes import WorkerProcess
-from envs.executors.cores.state import load_batch, load_state
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, Workload, extract

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,16 +15,13 @@ import torch
 from torch import nn
 
 import placer
-from envs.backend import measurements
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.fork_server import running_server
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.placed_model import PlacedModel
 from envs.hardware.cluster import Device
-from envs.measured.core_backend import Measured
 from envs.placement import Placement
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
-from tests.envs import test_measured
 from tests.envs.executors.cores import test_executor
 from tests.helpers import tiny_models
 from tests.helpers.processes import becomes_true, descendants
@@ -74,27 +70,6 @@ def test_training_ends_with_the_name_of_a_worker_that_was_killed() -> None:
     assert_same(state_of(step), before)
     assert forward(step).isfinite()
     step.model.zero_grad()
-
-
-def limit_memory_of(process_id: int, more_bytes: int) -> None:
-    """Limit the memory of a process to ``more_bytes`` above its current size."""
-    status = Path(f"/proc/{process_id}/status").read_text()
-    has = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
-    limit = int(has) * 1024 + more_bytes
-    resource.prlimit(process_id, resource.RLIMIT_DATA, (limit, limit))
-
-
-def test_a_worker_without_memory_says_so_and_its_placement_is_infeasible() -> None:
-    extraction, problem = test_measured.wide_problem(1 << 30)
-    with Measured(extraction, problem, rounds=2, warm_up=0, step_timeout_s=60) as measured:
-        on_first, _, on_second = test_measured.candidates(measured)
-        limit_memory_of(measured._pool._workers[0].process.pid, 1 << 20)
-        failed, seen = measurements(measured.evaluate([on_first, on_second]))
-        assert failed.overfull
-        assert failed.failure.startswith(f"the worker of core:{CORES[0]} failed: ")
-        assert "allocate" in failed.failure
-        assert "bytes" in failed.failure
-        assert seen.ok, "new workers run the other one"
 
 
 def test_a_placement_that_names_a_missing_device_starts_nothing() -> None:

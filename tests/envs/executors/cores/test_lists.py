@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from envs.executors.cores.lists import (
+from envs.executors.cores.instruction_lists import (
     Give,
     Instruction,
     Receive,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from envs.executors.cores.lists import priority_order
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.instruction_lists import priority_order
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, Workload, extract

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from envs.executors.cores import placed as placed_module
 from envs.executors.cores.errors import WorkerError
-from envs.executors.cores.lists import Run, priority_order
-from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.instruction_lists import Run, priority_order
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import WorkerPool
 from envs.executors.cores.processes import WorkerProcess
 from envs.hardware.discover import discover
@@ -193,7 +192,7 @@ def test_workers_end_when_placing_fails_in_between(monkeypatch: pytest.MonkeyPat
         next(iter(self._slots.values())).zero_()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(placed_module.PlacedModel, "_share", interrupted)
+    monkeypatch.setattr(PlacedModel, "_share", interrupted)
     before = state_of(step)
     with pytest.raises(KeyboardInterrupt):
         placed(extraction)

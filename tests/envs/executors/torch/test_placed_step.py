@@ -19,9 +19,10 @@ from envs.backend import measurements
 from envs.costs.calls import profile_calls
 from envs.executors.torch import updates
 from envs.executors.torch.placed_module import PlacedModule
-from envs.measured.torch_backend import MeasuredModule
+from envs.measured import Measured
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.torch_runtime import TorchExecutor
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
@@ -332,9 +333,10 @@ def test_measured_steps_do_all_their_work_and_change_nothing(
         Placement.of(problem.graph, problem.cluster, np.full(problem.op_count, d), ones)
         for d in range(2)
     ]
-    with MeasuredModule(extraction, calls, problem, rounds=1, warm_up=0) as backend:
+    executor = TorchExecutor(extraction, calls, problem)
+    with Measured(executor, rounds=1, warm_up=0) as backend:
         first, second = measurements(backend.evaluate(placements))
-        module = backend._module
+        module = executor._module
         assert module is not None
         own, expected = here(module.state_dict()), {n: before[n] for n in module.state_dict()}
         trained = {name: own[name] for name, _ in module.named_parameters()}

@@ -9,17 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from envs.executors.checks import checked_rate, load_kept, unpacked
+from envs.executors.cores.arena import begin_updates, count_update, load_batch
 from envs.executors.cores.errors import WorkerError
-from envs.executors.cores.lists import device_lists
+from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import WorkerPool
-from envs.executors.cores.state import (
-    begin_updates,
-    checked_rate,
-    count_update,
-    load_batch,
-    load_kept,
-    unpacked,
-)
 from envs.hardware.cluster import Cluster
 from graphs.extract import Extraction
 from graphs.extract.export.trace import Position

@@ -1,4 +1,4 @@
-"""State of a step in an arena: copies of its parameters, buffers and batch."""
+"""Checks of what callers pass to a placed model: batches, learning rates, optimizer state."""
 
 from __future__ import annotations
 
@@ -9,36 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from envs.executors.cores.arena import Arena
 from graphs.extract import Workload
-
-
-def load_example(arena: Arena, step: Workload) -> None:
-    """Copy the parameters, buffers and example inputs of a step into the arena.
-
-    An optimizer starts, and stays, at its first step with a learning rate of 0: it does all its
-    work, but the parameters stay as they are however often the step runs.
-    """
-    load_state(arena, step)
-    load_batch(arena, step, step.inputs, step.keywords)
-    begin_updates(arena, learning_rate=0.0)
-    count_update(arena)
-
-
-def begin_updates(arena: Arena, learning_rate: float) -> None:
-    """Reset the state of the step's optimizer, if it has one, and set its learning rate."""
-    for source in arena.program.sources:
-        if source.role in ("optimizer", "step_count"):
-            arena.value(source.value).zero_()
-        elif source.role == "learning_rate":
-            arena.value(source.value).fill_(learning_rate)
-
-
-def count_update(arena: Arena) -> None:
-    """Increment the optimizer's step counts for the next step."""
-    for source in arena.program.sources:
-        if source.role == "step_count":
-            arena.value(source.value).add_(1.0)
 
 
 def checked_rate(rate: float) -> float:
@@ -65,30 +36,6 @@ def load_kept(kept: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor
             raise ValueError(f"{name} of the optimizer is {here} here, but {given} was given")
     for name, tensor in kept.items():
         tensor.copy_(state[name])
-
-
-def load_state(arena: Arena, step: Workload) -> None:
-    """Copy the parameters and buffers of a step into the arena."""
-    state = step.named_state()
-    for source in arena.program.sources:
-        if source.role in ("parameter", "buffer"):
-            arena.value(source.value).copy_(state[source.name].detach())
-
-
-def load_batch(
-    arena: Arena, step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]
-) -> None:
-    """Copy the tensors of a batch into the arena.
-
-    Raises:
-        ValueError: as :func:`matched_leaves`.
-    """
-    slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
-    leaves = matched_leaves(step, inputs, keywords)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    for number, tensor in enumerate(tensors):
-        if number in slots:
-            arena.value(slots[number]).copy_(tensor.detach())
 
 
 def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:

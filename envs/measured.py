@@ -1,0 +1,251 @@
+"""The backend that runs placements on real devices, and times them in interleaved rounds.
+
+Each round runs every candidate once and starts with another one, so that neither changes of the
+machine's load nor the position in a round favours one of them; each is judged by the median of its
+runs. Besides the wall time, the CPU-clock time of a step counts where devices have CPU clocks.
+Their ratio is the contention: above ``CONTENDED`` other processes used the cores, and the CPU-clock
+time is more accurate. How a step is run is up to an :class:`Executor`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from envs.backend import ProgressCallback, StepResult
+from envs.measurement import Measurement, MemoryExcess, contended
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One run of a step that counts, and the peak memory of the devices that report it."""
+
+    wall_s: float
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def cpu_clock_s(self) -> float:
+        """CPU-clock time; the wall time where there is no CPU clock."""
+        return self.wall_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The reason why a step cannot be run; ``overfull`` if memory did not suffice."""
+
+    reason: str
+    overfull: bool = False
+    excess: MemoryExcess | None = None
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class DevicesLostError(Exception):
+    """No placement can be run any more."""
+
+
+class LoadedStep(Protocol):
+    """A step that devices are ready to run."""
+
+    def run(self) -> TimedStep | Failure:
+        """Run it, as often as one run of a round takes.
+
+        Raises:
+            DevicesLostError: neither this step nor any other can be run.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs the placed steps of one problem on its devices."""
+
+    problem: Problem
+
+    def load(self, placement: Placement) -> LoadedStep | Failure:
+        """Return the step as placed, or why it cannot be run."""
+        ...
+
+    def unplaced(self) -> LoadedStep | None:
+        """Return the step without placement; None where it is the placement on one device."""
+        ...
+
+    def close(self) -> None:
+        """Release the devices."""
+        ...
+
+
+class Measured:
+    """Times placements on the devices of an executor. Use as a context manager.
+
+    ``interrupted`` tells whether Ctrl-C ended the last evaluation early.
+
+    Args:
+        executor: runs the steps; it is closed with the backend.
+        rounds: counted runs of every candidate.
+        warm_up: uncounted rounds.
+    """
+
+    def __init__(self, executor: Executor, *, rounds: int = 7, warm_up: int = 1) -> None:
+        self.executor = executor
+        self.problem = executor.problem
+        self.rounds = rounds
+        self.warm_up = warm_up
+        self.interrupted = False
+        self._simulator = Simulator(self.problem)
+
+    def __enter__(self) -> Measured:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the devices."""
+        self.executor.close()
+
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
+        """Run placements in turn, ``rounds`` times each after the warm-up.
+
+        ``progress`` is called with (runs done, total runs). A placement that cannot be run, or that
+        belongs to another graph or cluster, is recorded as a failure; the others continue. If the
+        devices are lost, the rounds completed so far count, and placements without a completed run
+        are failures. Ctrl-C also ends the measurement early: ``interrupted`` is set, and incomplete
+        rounds do not count.
+        """
+        with ExitStack() as loaded:
+            steps = [self._loaded(placement) for placement in placements]
+            for step in steps:
+                if not isinstance(step, Failure):
+                    loaded.callback(step.close)
+            runs = self._run_rounds(steps, progress)
+        complete = min((len(own.steps) for own in runs if not own.failure), default=self.rounds)
+        measurements = [own.measurement(complete) for own in runs]
+        is_contended = contended(measurements)
+        return [
+            StepResult.of_measurement(
+                measurement,
+                simulated_peaks(self._simulator, placement) if measurement.ok else {},
+                contended=is_contended,
+            )
+            for placement, measurement in zip(placements, measurements, strict=True)
+        ]
+
+    def evaluate_with_unplaced(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> tuple[list[StepResult], Measurement | None]:
+        """Run placements in turn, and after them the unplaced step, where the executor has one.
+
+        Its threads would disturb the next run, so it comes last. It can fail like a placement.
+        """
+        step = self.executor.unplaced()
+        runs_before = (self.warm_up + self.rounds) * len(placements)
+        total = runs_before + (self.warm_up + self.rounds) * (step is not None)
+
+        def report(done: int, before: int) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        results = self.evaluate(placements, lambda done, _: report(done, 0))
+        if step is None or self.interrupted:
+            return results, None
+        with closing(step):
+            [runs] = self._run_rounds([step], lambda done, _: report(done, runs_before))
+        return results, runs.measurement(self.rounds)
+
+    def _loaded(self, placement: Placement) -> LoadedStep | Failure:
+        try:
+            placement.check(self.problem.graph, self.problem.cluster)
+        except ValueError as error:
+            return Failure(reason=str(error))
+        if placement.micro_batches != 1:
+            count = placement.micro_batches
+            return Failure(reason=f"whole steps are run, not {count} micro-batches")
+        return self.executor.load(placement)
+
+    def _run_rounds(
+        self, steps: Sequence[LoadedStep | Failure], progress: ProgressCallback | None
+    ) -> list[_Runs]:
+        """Run steps in turn, until all rounds are done or Ctrl-C or lost devices end it."""
+        runs = [_Runs(step) for step in steps]
+        round_count = self.warm_up + self.rounds
+        count_run = _counter(progress, round_count * len(steps))
+        self.interrupted = False
+        try:
+            for number in range(round_count):
+                for turn in range(len(runs)):
+                    runs[(turn + number) % len(runs)].run(counted=number >= self.warm_up)
+                    count_run()
+        except KeyboardInterrupt:
+            self.interrupted = True
+        except DevicesLostError as error:
+            for own in runs:
+                if not own.failure and not own.steps:
+                    own.failure = Failure(reason=str(error))
+        return runs
+
+
+class _Runs:
+    """The counted runs of one candidate, or the reason why it cannot be run."""
+
+    def __init__(self, step: LoadedStep | Failure) -> None:
+        self.step = step
+        self.failure = step if isinstance(step, Failure) else None
+        self.steps: list[TimedStep] = []
+        self.peak_memory_bytes: dict[str, int] = {}
+
+    def run(self, *, counted: bool) -> None:
+        """Run it once, unless it failed before."""
+        if self.failure or isinstance(self.step, Failure):
+            return
+        done = self.step.run()
+        if isinstance(done, Failure):
+            self.failure = done
+        elif counted:
+            self.steps.append(done)
+        else:
+            return
+        for name, size in done.peak_memory_bytes.items():
+            self.peak_memory_bytes[name] = max(size, self.peak_memory_bytes.get(name, 0))
+
+    def measurement(self, rounds: int) -> Measurement:
+        steps, failure = self.steps[:rounds], self.failure or Failure(reason="")
+        return Measurement(
+            wall_s=np.array([step.wall_s for step in steps]),
+            cpu_clock_s=np.array([step.cpu_clock_s for step in steps]),
+            failure=failure.reason,
+            peak_memory_bytes=self.peak_memory_bytes,
+            overfull=failure.overfull,
+            excess=failure.excess,
+        )
+
+
+def _counter(progress: ProgressCallback | None, total: int) -> Callable[[], None]:
+    done = itertools.count(1)
+
+    def count_run() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
+    return count_run
+
+
+def simulated_peaks(simulator: Simulator, placement: Placement) -> dict[str, int]:
+    """Return the simulated peak memory in bytes by device name; {} if the step is too long."""
+    try:
+        peaks = simulator.run(*placement.arrays()).peak_bytes.tolist()
+    except ValueError:  # a step longer than the simulator counts
+        return {}
+    return dict(zip(simulator.problem.cluster.names, peaks, strict=True))
