@@ -9,23 +9,21 @@
     with placer.apply(model, placement) as placed:
         loss = placed.step(batch)
 
-Submodules are imported on first use. If Gymnasium was imported before this package, the
-environments ``placer/Placement-v0`` and ``placer/Scheduler-v0`` are registered; otherwise
-``import placer.registration`` does it.
+Submodules are imported on first use. The environments ``placer/Placement-v0`` and
+``placer/Scheduler-v0`` are registered with Gymnasium, whichever of the two is imported first.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from placer.shadow_guard import refuse_shadows
+from placer.startup import check_packages, register_environments
 from placer.version import VERSION
 
 if TYPE_CHECKING:
     from envs.backend import Backend, StepResult
     from envs.hardware.cluster import Cluster, Device, Link
-    from envs.measured.core_backend import Measured
+    from envs.measured import Measured
     from envs.placement import Placement
     from envs.replication import Replication
     from envs.simulator import Simulated, Simulator
@@ -53,7 +51,7 @@ _HOMES = {  # name: module, or module:name there
     "Graph": "graphs.graph",
     "Kind": "placer.search.candidate",
     "Link": "envs.hardware.cluster",
-    "Measured": "envs.measured.core_backend",
+    "Measured": "envs.measured",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
     "ReplicatedResult": "placer.replicate.result",
@@ -105,9 +103,8 @@ __all__ = [
     "train",
 ]
 
-refuse_shadows()
-if "gymnasium" in sys.modules:  # make gymnasium.make("placer/...") work
-    import placer.registration as _registration  # noqa: F401 - importing it registers them
+check_packages()
+register_environments()
 
 
 def __getattr__(name: str) -> Any:

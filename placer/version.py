@@ -1,7 +1,3 @@
-"""The version of this distribution, apart from the package so that its modules can import it."""
+"""The version of this distribution, its only source; apart, so that every module can import it."""
 
-from __future__ import annotations
-
-from typing import Final
-
-VERSION: Final = "0.1.0"
+VERSION = "0.2.0"

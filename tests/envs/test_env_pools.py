@@ -18,10 +18,8 @@ from envs.placement_env import INVALID_REWARD, PlacementEnv
 from placer.policies.pool import Clusters, Exercise, draw_pool
 from placer.policies.scheduler_env import SchedulerBatch
 from placer.policies.training.tasks import PlacementBatch, ratio_of
-from placer.registration import register_environments
 
 torch.set_num_threads(1)
-register_environments()
 
 ROLLOUT_STEPS = 100_000
 

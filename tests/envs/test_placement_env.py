@@ -3,8 +3,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -37,8 +35,7 @@ from graphs.extract import Workload
 from graphs.graph_file import save_graph
 from graphs.optimizer import Optimizer
 from graphs.synthetic.families import draw
-from placer.registration import register_environments
-from tests.helpers.in_turn import in_turn
+from placer.startup import register_environments
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 from tests.helpers.two_devices import pair
@@ -98,29 +95,6 @@ def test_registering_again_changes_nothing() -> None:
     before = dict(gym.registry)
     register_environments()
     assert dict(gym.registry) == before
-
-
-def test_gymnasium_finds_them_by_module_and_name() -> None:
-    name = f"placer.registration:{IDS[0]}"
-    code = f"import gymnasium; print(gymnasium.make('{name}').reset(seed=0)[0].shape)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("(")
-
-
-@pytest.mark.parametrize("name", in_turn(IDS, slow=IDS[1:]))
-def test_placer_registers_them_for_who_uses_gymnasium(name: str) -> None:
-    code = f"import gymnasium, placer; print(gymnasium.make('{name}').reset(seed=0)[0].shape)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("(")
-
-
-def test_registration_loads_neither_torch_nor_numba() -> None:
-    code = (
-        "import sys, placer.registration\n"
-        "print([m for m in ('torch', 'numba', 'stable_baselines3') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_the_partial_schedule_is_drawn_as_text() -> None:

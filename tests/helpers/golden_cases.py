@@ -42,6 +42,8 @@ PLACED: Final = ("devices", "priority")
 """Placement data that is stored as one string, in the order of ops."""
 UNLIKE: Final = ("command", "measuring_s", "out", "search_s", "total_s")
 """Result keys that differ from run to run."""
+VERSION: Final = "0.1.0"
+"""The version that wrote the files, which is not compared."""
 PROSE: Final = ("cost_source", "remarks", "verdict", "why")
 
 
@@ -72,6 +74,7 @@ def answers(case: str) -> dict[str, Any]:
             searched = ("--budget", "400e", "--seed", "0", "--out", str(placement), "--json")
             result = _answer("optimize", *target, *searched, *options)
             written = json.loads(placement.read_text())
+            written["made_by"]["version"] = VERSION
             found[objective] = {
                 "result": _numbers(result),
                 "placement": {k: v for k, v in written.items() if k not in PLACED},

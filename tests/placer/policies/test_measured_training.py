@@ -212,7 +212,7 @@ def test_the_scheduler_environment_measures_its_steps() -> None:
             return torch.stack([tower(x) for tower in self.towers]).sum()
 
     made = gym.make(
-        "placer.registration:placer/Scheduler-v0",
+        "placer/Scheduler-v0",
         workload=Workload.of(Towers(), torch.randn(64, 256)),
         cluster="core:0,core:1",
         backend="measured",
