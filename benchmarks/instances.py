@@ -22,6 +22,7 @@ from envs.hardware.cluster import Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs.graph import ANY_KIND, GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import sketches
+from graphs.synthetic.inception import inception as inception_sketch
 from graphs.synthetic.planted import Planted, planted
 from graphs.synthetic.shapes import Weights, layered
 from placer.policies.pool import Exercise, exercise
@@ -80,7 +81,7 @@ class Machine:
 def judged() -> list[Exercise]:
     """Return problems of five families, of which `synthetic-only` has seen none."""
     rng = np.random.default_rng
-    inception = sketches.inception(batch=32)
+    inception = inception_sketch(batch=32)
     nmt = sketches.nmt(layers=4, steps=24, batch=128)
     long_nmt = sketches.nmt(layers=4, steps=60, batch=128)
     moe = sketches.moe(rng(5), layers=6, experts=16, tokens=2048)
@@ -116,12 +117,12 @@ def unseen() -> list[Exercise]:
     instances: list[tuple[str, nx.DiGraph[str], Machine]] = [
         (
             "inception 8",
-            sketches.inception(batch=16),
+            inception_sketch(batch=16),
             Machine(devices=8, bandwidth_bytes_per_s=40e9),
         ),
         (
             "inception 2u",
-            sketches.inception(batch=64),
+            inception_sketch(batch=64),
             _unequal(2, 16e9, "pair", slow=1, factor=1.7),
         ),
         (

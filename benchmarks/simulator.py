@@ -31,8 +31,8 @@ from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays
-from graphs.synthetic.families import layered
 from graphs.synthetic.flat import flat_graph
+from graphs.synthetic.shapes import layered
 
 REPEATS: Final = 9
 BLOCK: Final = 8

@@ -27,7 +27,7 @@ from benchmarks.simulator import cluster_of
 from benchmarks.tables import Table
 from envs.hardware.cluster import cluster_to_toml
 from graphs.graph_file import save_graph
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 
 OPS: Final = 1000
 DEVICES: Final = 4

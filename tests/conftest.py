@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from graphs.graph_file import save_graph
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 from tests.helpers.built_wheel import build_wheel
 from tests.helpers.tiny_cluster import CLUSTER
 from tests.helpers.vdev import vdev  # before the first backward pass of any test

@@ -1,8 +1,7 @@
 """Synthetic graphs by family, from a seeded generator, to train and to test policies.
 
-The families are the shapes of :mod:`graphs.synthetic.shapes` and the motifs of
-:mod:`graphs.synthetic.motifs`, in random sizes with random costs, and the models of
-:mod:`graphs.synthetic.sketches`, in random sizes.
+The families are the shapes and motifs of :mod:`graphs.synthetic.shapes`, in random sizes with
+random costs, and the models of :mod:`graphs.synthetic.sketches`, in random sizes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,17 @@ import networkx as nx
 import numpy as np
 
 from graphs.synthetic import sketches
-from graphs.synthetic.motifs import cells, recurrence, sequence
-from graphs.synthetic.shapes import Weights, chain, fork_join, grid, layered
-
-__all__ = ["FAMILIES", "FEWEST_OPS", "Weights", "chain", "draw", "fork_join", "grid", "layered"]
+from graphs.synthetic.inception import inception
+from graphs.synthetic.shapes import (
+    Weights,
+    cells,
+    chain,
+    fork_join,
+    grid,
+    layered,
+    recurrence,
+    sequence,
+)
 
 Family: TypeAlias = Callable[[np.random.Generator, int], "nx.DiGraph[str]"]
 """Draws a graph of at most the given number of ops."""
@@ -33,11 +39,7 @@ MIN_OPS: Final = 8
 def draw(
     rng: np.random.Generator, family: str | None = None, *, max_ops: int = 360
 ) -> nx.DiGraph[str]:
-    """Draw a random graph of MIN_OPS to ``max_ops`` ops, of one family (default: any).
-
-    Raises:
-        ValueError: there is no such family, or max_ops is below FEWEST_OPS.
-    """
+    """Draw a random graph of MIN_OPS to ``max_ops`` ops, of one family (default: any)."""
     if max_ops < FEWEST_OPS:
         raise ValueError(f"max_ops is {max_ops}, below the {FEWEST_OPS} that every family can keep")
     if family is None:
@@ -47,28 +49,33 @@ def draw(
     return FAMILIES[family](rng, max_ops)
 
 
-def _draw_weights(rng: np.random.Generator, backward_share: float = 0.6) -> Weights:
-    return Weights(
-        mean_cost_s=_log_uniform(rng, 30e-6, 1e-3),
-        ratio=_log_uniform(rng, 0.2, 1.5),
-        spread=rng.uniform(0.2, 1.5),
-        backward=bool(rng.random() < backward_share),
-    )
+def _weighted(
+    shape: Callable[[np.random.Generator, int, Weights], nx.DiGraph[str]],
+    backward_share: float = 0.6,
+) -> Family:
+    """Return the family of a shape, given room for so many forward ops, with random weights."""
+
+    def family(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
+        weights = Weights(
+            mean_cost_s=_log_uniform(rng, 30e-6, 1e-3),
+            ratio=_log_uniform(rng, 0.2, 1.5),
+            spread=rng.uniform(0.2, 1.5),
+            backward=bool(rng.random() < backward_share),
+        )
+        return shape(rng, max_ops // 2 if weights.backward else max_ops, weights)
+
+    return family
 
 
 def _fewest_forward(weights: Weights) -> int:
     return math.ceil(MIN_OPS / 2) if weights.backward else MIN_OPS
 
 
-def _draw_chain(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_chain(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     return chain(rng, ops=int(rng.integers(MIN_OPS, room + 1)), weights=weights)
 
 
-def _draw_layered(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng, backward_share=0.3)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_layered(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     ops = int(rng.integers(room // 3, room + 1))
     return layered(
         rng,
@@ -80,34 +87,26 @@ def _draw_layered(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     )
 
 
-def _draw_fork_join(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_fork_join(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     width = int(rng.integers(6, min(24, room - 2) + 1))
     depth = min(int(rng.integers(1, 5)), (room - 2) // width)
     stages = int(rng.integers(1, max(1, room // (width * depth + 2)) + 1))
     return fork_join(rng, stages=stages, width=width, depth=depth, weights=weights)
 
 
-def _draw_grid(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_grid(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     rows = int(rng.integers(4, 15))
     return grid(rng, rows=rows, columns=int(rng.integers(2, room // rows + 1)), weights=weights)
 
 
-def _draw_cells(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_cells(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     nodes = int(rng.integers(4, 17))
     repeats = int(rng.integers(1, (room - 1) // (nodes + 1) + 1))
     repeats = max(repeats, math.ceil((_fewest_forward(weights) - 1) / (nodes + 1)))
     return cells(rng, repeats=repeats, nodes=nodes, weights=weights)
 
 
-def _draw_recurrence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_recurrence(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     layers = int(rng.integers(2, 9))
     steps = int(rng.integers(2, room // layers))
     steps = max(steps, math.ceil(_fewest_forward(weights) / layers) - 1)  # the weights add one row
@@ -115,9 +114,7 @@ def _draw_recurrence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     return recurrence(rng, layers=layers, steps=steps, reuse=reuse, weights=weights)
 
 
-def _draw_sequence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    weights = _draw_weights(rng)
-    room = max_ops // 2 if weights.backward else max_ops
+def _draw_sequence(rng: np.random.Generator, room: int, weights: Weights) -> nx.DiGraph[str]:
     stacks, heads = int(rng.integers(1, 3)), int(rng.integers(0, 4))
     layers = int(rng.integers(1, min(8, (room // 3 - heads - 1) // stacks) + 1))
     # Each step has one op per layer and head; the rest are weights, the join and the total.
@@ -172,9 +169,7 @@ def _draw_transformer(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]
 
 def _draw_inception(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     blocks, batch = int(rng.integers(3, 12)), int(rng.integers(4, 65))
-    return _fitting(
-        lambda size: sketches.inception(batch=batch, blocks=size[0]), (blocks,), (1,), max_ops
-    )
+    return _fitting(lambda size: inception(batch=batch, blocks=size[0]), (blocks,), (1,), max_ops)
 
 
 def _draw_sharded(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
@@ -205,13 +200,13 @@ def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "chain": _draw_chain,
-    "layered": _draw_layered,
-    "fork-join": _draw_fork_join,
-    "grid": _draw_grid,
-    "cells": _draw_cells,
-    "recurrence": _draw_recurrence,
-    "sequence": _draw_sequence,
+    "chain": _weighted(_draw_chain),
+    "layered": _weighted(_draw_layered, backward_share=0.3),
+    "fork-join": _weighted(_draw_fork_join),
+    "grid": _weighted(_draw_grid),
+    "cells": _weighted(_draw_cells),
+    "recurrence": _weighted(_draw_recurrence),
+    "sequence": _weighted(_draw_sequence),
     "nmt": _draw_nmt,
     "moe": _draw_moe,
     "transformer": _draw_transformer,

@@ -22,22 +22,13 @@ def backward_id(op_id: str) -> str:
     return f"{module}{colon}backward/{name}"
 
 
-def with_backward(
-    forward: nx.DiGraph[str], *, cost_factor: float = 2.0, together: bool = False
-) -> nx.DiGraph[str]:
+def with_backward(forward: nx.DiGraph[str], *, together: bool = False) -> nx.DiGraph[str]:
     """Return a training step: all forward ops, then a backward op for each, in reverse order.
 
-    A backward op costs ``cost_factor`` times its forward op. It reads the gradients of its op's
-    output (every forward edge reversed, with the same bytes), what its op saved for it, and the
-    weights that its op read.
-
-    Args:
-        forward: a graph of forward ops only.
-        cost_factor: 2 by default: a matrix product has one product forward and two backward.
-        together: co-locate each backward op with its forward op.
-
-    Raises:
-        ValueError: the graph has a cycle, or ops of another phase.
+    A backward op costs twice its forward op: a matrix product has two backward. It reads the
+    gradients of its op's output (every forward edge reversed, with the same bytes), what its op
+    saved for it, and the weights that its op read.
+    With ``together`` it is co-located with its forward op.
     """
     order = topological_order(forward)
     graph = new_graph(str(forward.graph.get("name", "")), forward.graph.get("cost_source"))
@@ -52,26 +43,24 @@ def with_backward(
     for source, target, edge in forward.edges(data=True):
         add_edge(graph, source, target, edge["bytes"])
     for op_id in reversed(order):
-        _add_backward_op(graph, forward, op_id, cost_factor)
+        _add_backward_op(graph, forward, op_id)
     return graph
 
 
-def _add_backward_op(
-    graph: nx.DiGraph[str], forward: nx.DiGraph[str], op_id: str, cost_factor: float
-) -> None:
+def _add_backward_op(graph: nx.DiGraph[str], forward: nx.DiGraph[str], op_id: str) -> None:
     node = attributes_of(graph, op_id)
     gradients = {source: forward.edges[source, op_id]["bytes"] for source in forward.pred[op_id]}
     own_id = backward_id(op_id)
     add_op(
         graph,
         own_id,
-        cost_s={kind: cost_factor * seconds for kind, seconds in node["cost_s"].items()},
+        cost_s={kind: 2.0 * seconds for kind, seconds in node["cost_s"].items()},
         cost_source=node["cost_source"],
         op=f"{node['op']}_backward",
         phase="backward",
         module=node["module"],
-        flops=round(cost_factor * node["flops"]),
-        moved_bytes=round(cost_factor * node["moved_bytes"]),
+        flops=2 * node["flops"],
+        moved_bytes=2 * node["moved_bytes"],
         output_bytes=sum(gradients.values()),
         workspace_bytes=node["workspace_bytes"],
         colocate=node["colocate"],

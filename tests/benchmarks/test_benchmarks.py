@@ -37,7 +37,7 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.bounds import lower_bound_ns
 from graphs.graph import GraphArrays
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
 from placer.policies import load

@@ -18,7 +18,7 @@ from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 from graphs.graph_file import load_graph, save_graph
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 from placer.cli.main import main
 from placer.device_map import DeviceMap
 from placer.parallel.training import STATE_FORMAT

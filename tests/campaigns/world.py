@@ -17,7 +17,7 @@ from envs.costs.calibrate import core_calibration
 from envs.hardware.cluster import Link
 from envs.hardware.discover import present
 from graphs.graph_file import save_graph
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 from tests.helpers import runs
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_training import TWO_STAGES, toml

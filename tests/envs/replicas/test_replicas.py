@@ -27,8 +27,8 @@ from envs.replicas.topology import SlotNetwork, slot_networks
 from envs.replication import Replication
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.synthetic.families import Weights, layered
 from graphs.synthetic.mirror import with_backward
+from graphs.synthetic.shapes import Weights, layered
 from tests.helpers.node_clusters import nodes
 from tests.helpers.replicas_twin import twin_buckets, twin_ends, twin_step_ns
 

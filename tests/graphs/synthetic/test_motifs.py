@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from graphs.graph import GraphArrays
-from graphs.synthetic.motifs import cells, recurrence, sequence
-from graphs.synthetic.shapes import Weights
+from graphs.synthetic.shapes import Weights, cells, recurrence, sequence
 from graphs.synthetic.sketches import matrix_chain, sharded_feed_forward, sharded_layer
 
 
@@ -97,30 +96,6 @@ def test_a_motif_has_its_mean_cost_and_its_ratio_of_sending_to_computing() -> No
             sizes.append(node["output_bytes"])
     assert np.mean(costs) == pytest.approx(1e-3, rel=0.1)
     assert np.mean(sizes) / 1e9 == pytest.approx(0.5e-3, rel=0.1)
-
-
-def test_a_backward_pass_is_added_where_it_is_wanted() -> None:
-    weights = Weights(backward=True)
-    assert len(cells(rng(), repeats=2, nodes=3, weights=weights)) == 2 * (1 + 2 * 4)
-    assert len(recurrence(rng(), layers=2, steps=3, weights=weights)) == 2 * (2 + 6)
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: cells(rng(), repeats=0), "0 cells of 8 nodes"),
-        (lambda: recurrence(rng(), layers=0), "0 layers"),
-        (lambda: sequence(rng(), stacks=0), "0 stacks"),
-        (lambda: sequence(rng(), heads=-1), "-1 heads"),
-        (lambda: recurrence(rng(), reuse=float("nan")), "reuse nan"),
-        (lambda: matrix_chain(shards=0), "0 x 0 tiles"),
-        (lambda: sharded_layer(size=0), "2 x 2 tiles of 0 x 0"),
-    ],
-)
-def test_sizes_that_make_no_graph_are_refused(make: object, why: str) -> None:
-    assert callable(make)
-    with pytest.raises(ValueError, match=why):
-        make()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])

@@ -15,6 +15,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.graph_file import graph_from_dict, graph_to_dict
 from graphs.synthetic import sketches
 from graphs.synthetic.families import FAMILIES, FEWEST_OPS, MIN_OPS, draw
+from graphs.synthetic.inception import inception
 from graphs.synthetic.mirror import backward_id, with_backward
 from graphs.synthetic.planted import planted
 from graphs.synthetic.shapes import Weights, chain, fork_join, grid, layered
@@ -147,31 +148,18 @@ def test_draw_refuses_unknown_families_and_too_few_ops() -> None:
         draw(rng(), max_ops=9)
 
 
-def test_shapes_and_weights_refuse_sizes_without_meaning() -> None:
-    with pytest.raises(ValueError, match="ops is 0, below 1"):
-        chain(rng(), ops=0)
-    with pytest.raises(ValueError, match=r"degree is 0\.5, below 1"):
-        layered(rng(), degree=0.5)
-    with pytest.raises(ValueError, match=r"skip is 1\.5, not within"):
-        layered(rng(), skip=1.5)
-    with pytest.raises(ValueError, match="ratio is nan, not a number >= 0"):
-        Weights(ratio=float("nan"))
-    with pytest.raises(ValueError, match="mean_cost_s is 0, not a number above 0"):
-        Weights(mean_cost_s=0)
-
-
 @given(seed=SEEDS)
 @settings(max_examples=20)
 def test_backward_mirrors_forward(seed: int) -> None:
     forward = layered(rng(seed), ops=25, width=5)
-    step = with_backward(forward, cost_factor=3.0)
+    step = with_backward(forward)
     assert len(step) == 2 * len(forward)
     assert nx.is_directed_acyclic_graph(step)
     for op_id, node in forward.nodes(data=True):
         backward = step.nodes[backward_id(op_id)]
         assert step.nodes[op_id] == node
         assert backward["phase"] == "backward"
-        assert backward["cost_s"]["*"] == pytest.approx(3 * node["cost_s"]["*"])
+        assert backward["cost_s"]["*"] == pytest.approx(2 * node["cost_s"]["*"])
         assert step.edges[op_id, backward_id(op_id)]["bytes"] == node["saved_bytes"]
         assert backward["parameter_bytes"] == 0
     for source, target, edge in forward.edges(data=True):
@@ -208,7 +196,7 @@ def test_backward_of_a_training_step_is_refused() -> None:
     ("graph", "parameters"),
     [
         # Inception-V3 without its auxiliary classifier and the bias of its last layer.
-        (sketches.inception(batch=1), 27_161_264 - 3_326_696 - 1000),
+        (inception(batch=1), 27_161_264 - 3_326_696 - 1000),
         (
             sketches.nmt(layers=2, steps=3, batch=2, hidden=16, vocabulary=50),
             2 * (50 * 16 + 2 * 8 * 16 * 16) + 3 * 16 * 16 + 16 * 50,
@@ -226,11 +214,6 @@ def test_backward_of_a_training_step_is_refused() -> None:
 )
 def test_sketch_has_the_parameters_of_its_model(graph: nx.DiGraph[str], parameters: int) -> None:
     assert int(GraphArrays.from_graph(graph).parameter_bytes.sum()) == 4 * parameters
-
-
-def test_inception_sketch_refuses_blocks_it_does_not_have() -> None:
-    with pytest.raises(ValueError, match=r"blocks is 12, not within 1 \.\. 11"):
-        sketches.inception(blocks=12)
 
 
 @given(seed=SEEDS, devices=st.integers(1, 5), ops_per_device=st.integers(1, 12))
@@ -254,10 +237,3 @@ def test_planted_placement_leaves_no_device_idle(
         end_ns.append(free_ns[device])
     assert free_ns == [round(made.step_s * 1e9)] * devices
     assert arrays.output_bytes.max() <= made.largest_bytes
-
-
-def test_planted_refuses_steps_too_short_for_their_ops() -> None:
-    with pytest.raises(ValueError, match="too short for 10 ops"):
-        planted(rng(), step_s=1e-9)
-    with pytest.raises(ValueError, match="each must be at least 1"):
-        planted(rng(), devices=0)

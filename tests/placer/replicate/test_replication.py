@@ -31,8 +31,8 @@ from graphs.costs import with_part_of_batch
 from graphs.extract import Workload
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.graph_file import save_graph
-from graphs.synthetic.families import Weights, layered
 from graphs.synthetic.mirror import with_backward
+from graphs.synthetic.shapes import Weights, layered
 from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import Job, SearchConfig

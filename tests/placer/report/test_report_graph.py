@@ -14,7 +14,7 @@ import pytest
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, attributes_of, new_graph
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 from placer.report.html import report_data, reviewed, write_report
 from tests.helpers.chromium import chromium, opened
 from tests.helpers.graph_canvas import (

@@ -16,7 +16,7 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
-from graphs.synthetic.sketches import inception
+from graphs.synthetic.inception import inception
 from placer.job import SearchConfig
 from placer.milliseconds import milliseconds
 from placer.pipeline import optimize_problem

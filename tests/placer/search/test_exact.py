@@ -17,7 +17,7 @@ pytest.importorskip("ortools")
 
 from envs.simulator import OVERFULL_NS
 from graphs.graph_file import save_graph
-from graphs.synthetic.families import layered
+from graphs.synthetic.shapes import layered
 from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import SearchConfig

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 import networkx as nx
 
-from graphs.synthetic.sketches.build import Sketch
+from graphs.synthetic.sketches import Sketch
 
 Convolution: TypeAlias = tuple[int, int, int]
 """Output channels, pixels of the kernel (9 for 3x3), stride."""
@@ -30,13 +30,7 @@ GRID_8_FANS: Final[tuple[Row, ...]] = (((384, 1, 1),), ((448, 1, 1), (384, 9, 1)
 
 
 def inception(*, batch: int = 32, blocks: int = 11) -> nx.DiGraph[str]:
-    """Sketch Inception-V3 up to its ``blocks``-th mixed block, for 299x299 pixels.
-
-    Raises:
-        ValueError: blocks is not within 1 .. 11.
-    """
-    if not 1 <= blocks <= len(_BLOCKS):
-        raise ValueError(f"blocks is {blocks}, not within 1 .. {len(_BLOCKS)}")
+    """Sketch Inception-V3 up to its ``blocks``-th mixed block (at most 11), for 299x299 pixels."""
     image = _Images(Sketch("inception"), batch)
     x = image.row("stem.0", None, (3, 299), ((32, 9, 2), (32, 9, 1), (64, 9, 1)))
     x = image.pool("stem.0:max_pool", x, 2)
