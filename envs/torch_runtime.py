@@ -25,7 +25,7 @@ from envs.costs.cached_costs import OpCosts
 from envs.costs.calls import call_costs, known_call_costs
 from envs.costs.modules import torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
-from envs.executors.torch.homes import put_back
+from envs.executors.state_devices import put_back
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.watchdog import ended_after
 from envs.hardware import torch_devices

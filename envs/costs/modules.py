@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from envs.costs.cached_costs import OpCosts, first_of_kinds
 from envs.costs.roofline import SOURCE, roofline_costs
 from envs.executors.hooks.hooked_module import HookedModule
-from envs.executors.hooks.meeting import sent
+from envs.executors.hooks.mixed_devices import sent
 from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster, Device

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import placer
 from envs.backend import measurements
 from envs.costs.calls import profile_calls
-from envs.executors.torch.homes import Homes
+from envs.executors.state_devices import StateDevices
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.watchdog import STUCK
 from envs.hardware import torch_devices
@@ -211,9 +211,9 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
 ) -> None:
     _, _, (there, *others) = small
     moved: list[torch.device] = []
-    move = Homes._move
+    move = StateDevices._move
 
-    def cramped(homes: Homes, index: int, tensor: Tensor, home: torch.device) -> Tensor:
+    def cramped(homes: StateDevices, index: int, tensor: Tensor, home: torch.device) -> Tensor:
         if home.type == "vdev" and len(moved) == 2:
             raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
         moved.append(home)
@@ -221,7 +221,7 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
 
     with opened(small) as backend:
         with monkeypatch.context() as patch:
-            patch.setattr(Homes, "_move", cramped)
+            patch.setattr(StateDevices, "_move", cramped)
             (full,) = measurements(backend.evaluate([there]))
         assert full.overfull
         assert len(moved) == 2

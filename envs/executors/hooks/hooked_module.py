@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from envs.executors.checks import unpacked
-from envs.executors.hooks.homes import ModuleHomes
-from envs.executors.hooks.visits import Seat, Visits
+from envs.executors.hooks.module_hooks import ModuleDevice, ModuleHooks
+from envs.executors.state_devices import State, StateDevices, states_of
 from envs.executors.torch.placed_module import SHARED, full_device
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
@@ -65,8 +65,10 @@ class HookedModule(nn.Module):
         vars(self).update({name: vars(step.model)[name] for name in SHARED})
         self._step = step
         self._paths = module_paths(step)
-        self._homes = ModuleHomes(step)
-        self._visits: Visits | None = None
+        self._states = list(dict.fromkeys(states_of(step).values()))
+        self._first_devices = [state.tensor.device for state in self._states]
+        self._state_devices = StateDevices(self._states, [False] * len(self._states))
+        self._hooks: ModuleHooks | None = None
         self.training = step.training
         self._modes: dict[nn.Module, bool] = {}
         if step.model.training is not step.training:
@@ -87,21 +89,23 @@ class HookedModule(nn.Module):
         """
         del order
         placed = self._checked(devices)
-        seats = {module: _seat(module, path, placed) for module, path in self._paths.items()}
-        self._homes.place({module: seat.device for module, seat in seats.items()})
-        own = Seat(placed.get("", next(iter(placed.values()))), gathers="" in placed)
-        if self._visits is None:
-            self._visits = Visits(seats, own)
+        on = {module: _device_of(module, path, placed) for module, path in self._paths.items()}
+        self._state_devices.place([_home(state, on) for state in self._states])
+        self._state_devices.renew_recurrent()
+        outside = ModuleDevice(placed.get("", next(iter(placed.values()))), gathers="" in placed)
+        if self._hooks is None:
+            self._hooks = ModuleHooks(on, outside)
         else:
-            self._visits.seats, self._visits.own = seats, own
+            self._hooks.devices, self._hooks.outside = on, outside
         self._types = sorted({device.type for device in placed.values()})
 
     def close(self) -> None:
         """Remove the hooks and move parameters and buffers back to their first devices."""
-        if self._visits is not None:
-            self._visits.close()
-            self._visits = None
-            self._homes.restore()
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
+            self._state_devices.place(self._first_devices)
+            self._state_devices.renew_recurrent()
 
     def __enter__(self) -> HookedModule:
         return self
@@ -116,9 +120,12 @@ class HookedModule(nn.Module):
             RuntimeError: the placed model is closed.
             Exception: as the model raises it.
         """
-        if self._visits is None:
+        if self._hooks is None:
             raise RuntimeError("this placed model is closed: apply the placement again")
-        self._homes.settle()
+        moved_bytes = self._state_devices.moved_bytes
+        self._state_devices.tensors()
+        if self._state_devices.moved_bytes > moved_bytes:
+            self._state_devices.renew_recurrent()
         step = replace(self._step, inputs=inputs, keywords=keywords)
         with ExitStack() as entered:
             if not (step.training and self.training):
@@ -128,7 +135,7 @@ class HookedModule(nn.Module):
                 entered.enter_context(torch.inference_mode(False))  # no version counters
                 entered.enter_context(torch.no_grad())
             entered.enter_context(autocast(step.dtype, self._types))
-            entered.enter_context(self._visits.of_own_code())
+            entered.enter_context(self._hooks.outside_modules())
             return forward_of(step)
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
@@ -142,10 +149,10 @@ class HookedModule(nn.Module):
             Exception: as the model raises it.
         """
         positional, named = unpacked(self._step, batch, keywords)
-        found = self(*positional, **named)
+        output = self(*positional, **named)
         if not (self._step.training and self.training):
-            return found
-        loss: torch.Tensor = found
+            return output
+        loss: torch.Tensor = output
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -173,10 +180,21 @@ class HookedModule(nn.Module):
         return {path: full[device] for path, device in devices.items()}
 
 
-def _seat(module: nn.Module, path: str, placed: Mapping[str, torch.device]) -> Seat:
-    """Return the seat of a module, on its own device or that of the nearest one around it."""
+def _device_of(module: nn.Module, path: str, placed: Mapping[str, torch.device]) -> ModuleDevice:
+    """Return the device of a module: its own, or that of the nearest one around it."""
     around = (placed[outer] for outer in and_outer(path) if outer in placed)
     device = next(around, next(iter(placed.values())))
     is_leaf = next(module.children(), None) is None
     has_state = next(module.parameters(recurse=False), None) is not None
-    return Seat(device, gathers=path in placed or is_leaf or has_state)
+    return ModuleDevice(device, gathers=path in placed or is_leaf or has_state)
+
+
+def _home(state: State, on: Mapping[nn.Module, ModuleDevice]) -> torch.device:
+    """Return the device of the first module that has a parameter or buffer."""
+    used = {on[module].device for module in state.modules}
+    if state.is_buffer and len(used) > 1:
+        raise ValueError(
+            f"the modules that share buffer {state.name} are on "
+            f"{', '.join(sorted(map(str, used)))}; give them one device"
+        )
+    return on[state.modules[0]].device

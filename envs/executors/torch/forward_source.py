@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from envs.executors.torch.neutral import CallText
+from envs.executors.torch.call_text import CallText
 from envs.executors.torch.streams import arrived, sending
 from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.program import Ref
@@ -60,7 +60,7 @@ class ForwardWriter:
 
     def __init__(self, program: ForwardProgram) -> None:
         self.program = program
-        self.makers = program.makers()
+        self.producers = program.makers()
         self.texts = [CallText(i, call) for i, call in enumerate(program.calls)]
         self.written = frozenset().union(*(call.writes for call in program.calls))
 
@@ -180,10 +180,10 @@ class _Writer:
         """Return the name of a value on a device, once it has been brought there."""
         if (known := self.there.get(self._state(value, device))) is not None:
             return known
-        maker = self.shared.makers.get(value)
+        producer = self.shared.producers.get(value)
         source = self.sources.get(value)
-        if maker is not None and self.program.calls[maker].is_free:
-            self._call(maker, device)
+        if producer is not None and self.program.calls[producer].is_free:
+            self._call(producer, device)
             return self.there[self._state(value, device)]
         on = self._device(device)
         if source is not None and source.role == "constant":
@@ -249,7 +249,8 @@ class _Writer:
             return self.where[value]
         if value in self.homes:
             return self.homes[value]
-        reads = self.program.calls[m].reads if (m := self.shared.makers.get(value)) else ()
+        producer = self.shared.producers.get(value)
+        reads = () if producer is None else self.program.calls[producer].reads
         return self._home(reads[0]) if reads else next(iter(self.devices.values()))
 
     def _device(self, device: torch.device) -> str:

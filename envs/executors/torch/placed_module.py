@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from envs.executors.checks import checked_rate, matched_leaves, unpacked
+from envs.executors.state_devices import StateDevices, states_of
 from envs.executors.torch.forward_source import ForwardWriter, LaunchOrder
-from envs.executors.torch.homes import Homes
 from envs.executors.torch.updates import Updates
 from graphs.extract import Extraction, extract
 from graphs.extract.autocast import autocasting
@@ -132,9 +132,7 @@ class PlacedModule(nn.Module):
         """
         super().__init__()
         step = extraction.step
-        for name, tensor in step.named_state().items():
-            if tensor.is_meta:
-                raise ValueError(f"{name} is on the meta device: give the model memory to run it")
+        states = states_of(step)
         vars(self).update({name: vars(step.model)[name] for name in SHARED})
         self.training = step.training
         self._step = step
@@ -143,7 +141,9 @@ class PlacedModule(nn.Module):
         self._writer = ForwardWriter(self._program)
         self._launch = LaunchOrder(self._program)
         self._readers = self._program.first_readers()
-        self._homes = Homes(step, self._program, keep_copies=keep_copies)
+        self._sources = [s for s in self._program.sources if s.role in ("parameter", "buffer")]
+        may_stay = [keep_copies and not self._writes(source.value) for source in self._sources]
+        self._states = StateDevices([states[s.name] for s in self._sources], may_stay)
         self._updates = Updates(extraction, step.optimizer) if step.optimizer is not None else None
         self._overlap = overlap
         self._constants: dict[torch.device, list[torch.Tensor]] = {}
@@ -187,7 +187,7 @@ class PlacedModule(nn.Module):
         for device in set(placed.values()) - self._constants.keys():
             held = [s.tensor for s in self._program.sources if s.tensor is not None]
             self._constants[device] = [tensor.to(device) for tensor in held]
-        self._homes.place(homes)
+        self._states.place([homes.get(source.value) for source in self._sources])
         self._source, self._run = source, run
         self._placed, self._order = placed, tuple(order)
         for other in self._others:
@@ -206,7 +206,7 @@ class PlacedModule(nn.Module):
     @property
     def moved_bytes(self) -> int:
         """Return the bytes of parameters and buffers sent between devices so far."""
-        return self._homes.moved_bytes
+        return self._states.moved_bytes
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the step's forward pass.
@@ -219,7 +219,7 @@ class PlacedModule(nn.Module):
             return self._others[0](*inputs, **keywords)
         leaves = matched_leaves(self._step, inputs, keywords)
         with nullcontext() if self._step.training else torch.no_grad():
-            states = self._homes.tensors()
+            states = self._states.tensors()
             try:
                 results = self._run(states, leaves, self._constants)
             except Exception as error:
@@ -250,7 +250,7 @@ class PlacedModule(nn.Module):
             loss: torch.Tensor = self(*positional, **named)
             torch.autograd.backward(loss)
         else:
-            self._updates.settle(self._homes.tensors())
+            self._updates.settle(self._states.tensors())
             with self._updates.during():
                 loss = self(*positional, **named)
                 torch.autograd.backward(loss)
@@ -276,7 +276,7 @@ class PlacedModule(nn.Module):
         """
         if self._updates is None:
             return {}
-        self._updates.settle(self._homes.tensors())
+        self._updates.settle(self._states.tensors())
         return {name: tensor.clone() for name, tensor in self._updates.state().items()}
 
     def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -286,7 +286,7 @@ class PlacedModule(nn.Module):
             ValueError: it is the state of another optimizer or model.
         """
         if self._updates is not None:
-            self._updates.load(self._homes.tensors(), state)
+            self._updates.load(self._states.tensors(), state)
         elif state:
             raise ValueError("the placed step has no optimizer whose state could be loaded")
 
@@ -331,18 +331,21 @@ class PlacedModule(nn.Module):
         """Return the home of every state, by value: with the call that reads it first."""
         return {value: placed[key] for value, key in self._readers.items()}
 
+    def _writes(self, value: int) -> bool:
+        """Return whether the program itself writes a state."""
+        storage = self._program.storage_of[value]
+        return any(storage in call.writes for call in self._program.calls)
+
 
 class _Beside(PlacedModule):
     """A placed module in its other mode: state that it only reads stays with the first one."""
 
     def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
         state = self._step.named_state()
-        written = frozenset().union(*(call.writes for call in self._program.calls))
         return super()._homes_of(placed) | {
             source.value: state[source.name].device
-            for source in self._program.sources
-            if source.role in ("parameter", "buffer")
-            and self._program.storage_of[source.value] not in written
+            for source in self._sources
+            if not self._writes(source.value)
         }
 
 

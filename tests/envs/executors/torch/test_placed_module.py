@@ -179,6 +179,20 @@ def test_a_tensor_is_sent_once_to_a_device_and_its_view_is_made_there(device: to
     assert_trains_alike(expected.step, placed, steps=1)
 
 
+def test_the_result_of_a_free_first_call_is_where_its_input_is(device: torch.device) -> None:
+    def transposed_and_used(m: nn.Module, x: Tensor) -> Any:
+        weight = m.get_submodule("linear").get_parameter("weight").t()
+        return weight, x.sin(), x @ weight
+
+    model = Plain(transposed_and_used, linear=nn.Linear(4, 4))
+    extraction = extract(Workload.of(model, torch.randn(3, 4), training=False))
+    assert extraction.forward.calls[0].is_free
+    placed = PlacedModule(extraction, on(extraction, device, lambda key: key == ":matmul"))
+    weight, _, product = placed(*extraction.step.inputs)
+    assert weight.device == product.device == device
+    assert placed.transfers == 0
+
+
 def test_inputs_may_be_on_any_device(device: torch.device) -> None:
     extraction = extract(fork())
     placed = PlacedModule(extraction, on(extraction, device, lambda key: True))

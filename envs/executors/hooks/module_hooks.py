@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from envs.executors.hooks.meeting import Copies, Meeting
+from envs.executors.hooks.mixed_devices import Copies, MixedDevices
 
 WRITABLE: Final = (list, dict, OrderedDict, defaultdict, deque)
 """Mutable containers whose identity matters: others see what is put into them."""
@@ -37,21 +37,21 @@ def replaced(
     inner, spec = tree_flatten(tree, is_leaf=lambda node: node is not tree)
     if inner and inner[0] is tree:
         return tree
-    found = [replaced(one, tensor_for, into) for one in inner]
+    outer = [replaced(one, tensor_for, into) for one in inner]
     writable = into is not None and type(tree) in WRITABLE
     if into is not None and writable:
         into.append(tree)
-    if all(new is one for new, one in zip(found, inner, strict=True)):
+    if all(new is one for new, one in zip(outer, inner, strict=True)):
         return tree
     if not writable:
-        return tree_unflatten(found, spec)
-    for place, new in zip(tree if isinstance(tree, dict) else range(len(tree)), found, strict=True):
+        return tree_unflatten(outer, spec)
+    for place, new in zip(tree if isinstance(tree, dict) else range(len(tree)), outer, strict=True):
         tree[place] = new
     return tree
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ModuleDevice:
     """The device of a module.
 
     If it ``gathers``, its inputs and the outputs of its submodules are sent there; a mere container
@@ -63,20 +63,20 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Visit:
+class _ModuleCall:
     """A call of a module, what was sent for it, and the lists and dicts it was given."""
 
-    seat: Seat
+    on: ModuleDevice
     copies: Copies
-    given: list[Any] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
 
     def give_back(self) -> None:
         """Put the original tensors back into the lists and dicts."""
-        for container in self.given:
-            replaced(container, self.copies.given_back, [])
+        for container in self.containers:
+            replaced(container, self.copies.original_or_self, [])
 
 
-class Visits:
+class ModuleHooks:
     """Sends tensors along with the calls of modules, in every thread that makes some.
 
     What a module writes in place into a tensor that was sent to it is written back, and where it
@@ -85,17 +85,17 @@ class Visits:
     were sent.
 
     Args:
-        seats: of all modules; may change between steps.
-        own: of the code that calls the outermost ones.
+        devices: of all modules; may change between steps.
+        outside: of the code that calls the outermost ones.
     """
 
-    def __init__(self, seats: Mapping[nn.Module, Seat], own: Seat) -> None:
-        self.seats = seats
-        self.own = own
+    def __init__(self, devices: Mapping[nn.Module, ModuleDevice], outside: ModuleDevice) -> None:
+        self.devices = devices
+        self.outside = outside
         self._threads = threading.local()
         self._hooks = [
             hook
-            for module in seats
+            for module in devices
             for hook in (
                 module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -103,10 +103,10 @@ class Visits:
         ]
 
     @contextmanager
-    def of_own_code(self) -> Iterator[None]:
+    def outside_modules(self) -> Iterator[None]:
         """Run the code that calls the outermost modules in this context."""
         depth = len(self._stack())
-        self._enter(self.own)
+        self._enter(self.outside)
         try:
             yield
         finally:
@@ -118,50 +118,50 @@ class Visits:
         for hook in self._hooks:
             hook.remove()
 
-    def _stack(self) -> list[_Visit]:
-        stack: list[_Visit] = self._threads.__dict__.setdefault("stack", [])
+    def _stack(self) -> list[_ModuleCall]:
+        stack: list[_ModuleCall] = self._threads.__dict__.setdefault("stack", [])
         return stack
 
     def _running_on(self) -> torch.device:
-        return self._stack()[-1].seat.device
+        return self._stack()[-1].on.device
 
-    def _enter(self, seat: Seat) -> _Visit:
+    def _enter(self, on: ModuleDevice) -> _ModuleCall:
         stack = self._stack()
         if not stack:
-            self._threads.meeting = Meeting(self._running_on)
-            self._threads.meeting.__enter__()
-        elif not seat.gathers:
-            seat = Seat(stack[-1].seat.device, gathers=False)
-        stack.append(_Visit(seat, Copies(seat.device)))
+            self._threads.mixed_devices = MixedDevices(self._running_on)
+            self._threads.mixed_devices.__enter__()
+        elif not on.gathers:
+            on = ModuleDevice(stack[-1].on.device, gathers=False)
+        stack.append(_ModuleCall(on, Copies(on.device)))
         return stack[-1]
 
-    def _leave(self) -> _Visit:
+    def _leave(self) -> _ModuleCall:
         stack = self._stack()
         if len(stack) == 1:
-            self._threads.meeting.__exit__(None, None, None)
-        visit = stack.pop()
-        visit.give_back()
-        return visit
+            self._threads.mixed_devices.__exit__(None, None, None)
+        call = stack.pop()
+        call.give_back()
+        return call
 
     def _before(self, module: nn.Module, args: Any, keywords: Any) -> Any:
-        visit = self._enter(self.seats[module])
-        if not visit.seat.gathers:
+        call = self._enter(self.devices[module])
+        if not call.on.gathers:
             return None
-        send = visit.copies.of
-        named = {name: replaced(value, send, visit.given) for name, value in keywords.items()}
-        return replaced(args, send, visit.given), named
+        send = call.copies.of
+        named = {name: replaced(value, send, call.containers) for name, value in keywords.items()}
+        return replaced(args, send, call.containers), named
 
     def _after(self, module: nn.Module, args: Any, keywords: Any, outputs: Any) -> Any:
-        visit, stack = self._leave(), self._stack()
-        visit.copies.write_back()
-        if not stack or not stack[-1].seat.gathers:
+        call, stack = self._leave(), self._stack()
+        call.copies.write_back()
+        if not stack or not stack[-1].on.gathers:
             return outputs
-        device = stack[-1].seat.device
+        device = stack[-1].on.device
 
         def handed_on(tensor: torch.Tensor) -> torch.Tensor:
-            given = visit.copies.original(tensor)
-            return tensor.to(device) if given is None else given
+            original = call.copies.original(tensor)
+            return tensor.to(device) if original is None else original
 
-        for container in visit.given:
+        for container in call.containers:
             replaced(container, handed_on, [])
         return replaced(outputs, handed_on)

@@ -1,4 +1,4 @@
-"""Tensors that meet in one operation of a model's own code, moved to one device.
+"""Operations of a model's own code on tensors of several devices, which are sent to one of them.
 
 :class:`Copies` holds copies on another device for one call, which may write into them.
 """
@@ -38,7 +38,7 @@ class Copies:
         """Return the original of a tensor or its copy, or None if the call made it."""
         return self._originals.get(id(tensor))
 
-    def given_back(self, tensor: torch.Tensor) -> torch.Tensor:
+    def original_or_self(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the original of a copy; other tensors are returned as they are."""
         return self._originals.get(id(tensor), tensor)
 
@@ -72,7 +72,7 @@ class _Copy:
         return not torch.equal(self.tensor, self.original.to(self.tensor.device))
 
 
-APART: Final = frozenset(
+ANY_DEVICES: Final = frozenset(
     {
         *("__get__", "__set__", "to", "copy_", "set_", "backward", "grad"),
         *("type_as", "view_as", "expand_as", "reshape_as"),
@@ -83,7 +83,7 @@ UNCOUNTED: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"
 """Operations that write running statistics, which autograd does not track."""
 
 
-class Meeting(TorchFunctionMode):
+class MixedDevices(TorchFunctionMode):
     """Sends the inputs of an operation that are on several devices to the one where the code runs.
 
     The target of an in-place operation stays, and the others are sent to it; other tensors that an
@@ -99,17 +99,17 @@ class Meeting(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name in APART or name.startswith("_foreach"):
+        if name in ANY_DEVICES or name.startswith("_foreach"):
             return func(*args, **kwargs)
         devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         if len(devices) > 1:
-            written = _written(name, args, kwargs)
+            written = _written_tensor(name, args, kwargs)
             device = self._running_on() if written is None else written.device
             copies = Copies(device)
             args, kwargs = tree_map_only(torch.Tensor, copies.of, (args, kwargs))
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             copies.write_back(uncounted=name in UNCOUNTED)
-            return tree_map_only(torch.Tensor, copies.given_back, found)
+            return tree_map_only(torch.Tensor, copies.original_or_self, result)
         return func(*args, **kwargs)
 
 
@@ -118,11 +118,11 @@ def sent(tensors: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tensors)
 
 
-def _written(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _written_tensor(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the tensor that an operation writes in place or as ``out``, or None."""
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or name == "__setitem__" or name.startswith("__i"):
-        found = args[0] if args else kwargs.get("input")
+        target = args[0] if args else kwargs.get("input")
     else:
-        found = kwargs.get("out")
-    return found if isinstance(found, torch.Tensor) else None
+        target = kwargs.get("out")
+    return target if isinstance(target, torch.Tensor) else None

@@ -1,0 +1,184 @@
+"""Devices of parameters and buffers, each of which has a home where its readers are.
+
+They stay the same objects wherever torch allows it, so that optimizers, hooks and ties remain
+valid; gradients move along.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from graphs.extract import Workload
+from graphs.workload import LOSS
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """A parameter or buffer by its first name: the modules that have it, and where."""
+
+    name: str
+    is_buffer: bool
+    modules: list[nn.Module] = field(default_factory=list)
+    slots: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> Any:
+        """The tensor that its first module has; None if the model removed it."""
+        holder, name = self.slots[0]
+        return holder[name]
+
+    def set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Give its tensor other data; return it, the same object if torch allows that."""
+        if torch._has_compatible_shallow_copy_type(tensor, data):
+            tensor.data = data
+            return tensor
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensor = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+        for holder, name in self.slots:
+            holder[name] = tensor
+        return tensor
+
+
+def states_of(step: Workload) -> dict[str, State]:
+    """Return the parameters and buffers of a step, by every name of each.
+
+    Raises:
+        ValueError: one is on the meta device.
+    """
+    roots = {"": step.model}
+    if step.training and isinstance(step.loss, nn.Module):
+        roots[f"{LOSS}."] = step.loss
+    by_tensor: dict[int, State] = {}
+    states: dict[str, State] = {}
+    for root, model in roots.items():
+        for path, module in model.named_modules(remove_duplicate=False):
+            for holder in (module._parameters, module._buffers):
+                for name, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    full = f"{root}{path}.{name}" if path else f"{root}{name}"
+                    if tensor.is_meta:
+                        raise ValueError(
+                            f"{full} is on the meta device: give the model memory to run it"
+                        )
+                    new = State(full, is_buffer=holder is module._buffers)
+                    state = states[full] = by_tensor.setdefault(id(tensor), new)
+                    state.modules.append(module)
+                    state.slots.append((holder, name))
+    return states
+
+
+def put_back(step: Workload, values: Mapping[str, torch.Tensor]) -> None:
+    """Set parameters and buffers that are elsewhere to these values, by name; drop all gradients.
+
+    Nothing is copied: a tensor that was elsewhere takes over the memory of its value.
+    """
+    for name, state in states_of(step).items():
+        tensor: torch.Tensor = state.tensor
+        tensor.grad = None
+        if tensor.device != values[name].device:
+            state.set_data(tensor, values[name])
+
+
+_Known: TypeAlias = tuple["weakref.ref[torch.Tensor]", int, bool]
+
+
+class StateDevices:
+    """Keeps states on their home devices.
+
+    A tensor that moves also stays where it was if it ``may_stay``, and is not sent there again as
+    long as its value is the same. That must be False for state that the step itself writes. State
+    that has a gradient or got one is always sent: writes of fused optimizers are not detected.
+    Neither are writes through ``tensor.data``. ``moved_bytes`` counts the bytes sent so far.
+    """
+
+    def __init__(self, states: Sequence[State], may_stay: Sequence[bool]) -> None:
+        self._states = states
+        self._may_stay = may_stay
+        self._copies: list[dict[torch.device, torch.Tensor]] = [{} for _ in states]
+        self._known: list[_Known | None] = [None] * len(states)
+        self._homes: Sequence[torch.device | None] = [None] * len(states)
+        modules = {module: None for state in states for module in state.modules}
+        self._recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+        self.moved_bytes = 0
+
+    def place(self, homes: Sequence[torch.device | None]) -> None:
+        """Set the home of every state, and move it there; a state without one stays put.
+
+        Raises:
+            torch.OutOfMemoryError: a device has no room; then all homes stay as they were.
+        """
+        before = self._homes
+        self._homes = homes
+        try:
+            self.tensors()
+        except BaseException:
+            self._homes = before
+            raise
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all states at home; those that were moved elsewhere are moved back.
+
+        Raises:
+            ValueError: names that were tied now refer to several tensors.
+        """
+        tensors = []
+        for i, (state, home) in enumerate(zip(self._states, self._homes, strict=True)):
+            tensor = state.tensor
+            if any(holder[name] is not tensor for holder, name in state.slots[1:]):
+                raise ValueError(
+                    f"{state.name} is tied no longer: extract and place the model again"
+                )
+            if tensor is not None and home is not None and tensor.device != home:
+                tensor = self._move(i, tensor, home)
+            tensors.append(tensor)
+        return tensors
+
+    def renew_recurrent(self) -> None:
+        """Renew the lists of weights that torch passes to kernels of recurrent layers."""
+        for module in self._recurrent:
+            module._init_flat_weights()
+
+    @torch.no_grad()
+    def _move(self, index: int, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
+        copies, known = self._copies[index], self._known[index]
+        if not _is_same(known, tensor):
+            copies.clear()  # its value has changed
+        copies[tensor.device] = tensor.detach()
+        if home not in copies:
+            copies[home] = tensor.detach().to(home)
+            self.moved_bytes += tensor.nbytes
+        gradient, tensor.grad = tensor.grad, None
+        tensor = self._states[index].set_data(tensor, copies[home])
+        if gradient is not None:
+            tensor.grad = gradient.to(home)
+        if gradient is not None or not self._may_stay[index]:
+            copies.clear()
+        elif tensor.requires_grad and not (known and known[0]() is tensor and known[2]):
+            self._drop_copies_at_gradient(index, tensor)
+        self._known[index] = weakref.ref(tensor), tensor._version, tensor.requires_grad
+        return tensor
+
+    def _drop_copies_at_gradient(self, index: int, tensor: torch.Tensor) -> None:
+        this = weakref.ref(self)  # the model's hook must not keep the copies alive
+
+        def drop_copies(_: torch.Tensor) -> None:
+            devices = this()
+            if devices is not None:
+                devices._copies[index].clear()
+
+        # torch leaves this call untyped.
+        tensor.register_post_accumulate_grad_hook(drop_copies)  # type: ignore[no-untyped-call]
+
+
+def _is_same(known: _Known | None, tensor: torch.Tensor) -> bool:
+    """Return whether it is the known tensor, with no change of value or requires_grad seen."""
+    if known is None or known[0]() is not tensor:
+        return False
+    return known[1:] == (tensor._version, tensor.requires_grad)
