@@ -20,6 +20,11 @@ from envs.compiled import compiled_inline
 from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
 NO_QUEUE = -1
 HORIZON_BITS: Final = 39
 HORIZON_NS: Final = 1 << HORIZON_BITS
@@ -44,17 +49,17 @@ class Problem:
 
     graph: GraphArrays
     cluster: Cluster
-    cost_ns: NDArray[np.int64]  # (N, D)
-    allowed: NDArray[np.bool_]  # (N, D)
-    latency_s: NDArray[np.float64]  # (D, D)
-    bandwidth_bytes_per_s: NDArray[np.float64]  # (D, D), may be inf
-    connected: NDArray[np.bool_]  # (D, D), True on the diagonal
-    queue: NDArray[np.int32]  # (D, D)
-    second_queue: NDArray[np.int32]  # (D, D)
+    cost_ns: Longs  # (N, D)
+    allowed: Bools  # (N, D)
+    latency_s: Floats  # (D, D)
+    bandwidth_bytes_per_s: Floats  # (D, D), may be inf
+    connected: Bools  # (D, D), True on the diagonal
+    queue: Ints  # (D, D)
+    second_queue: Ints  # (D, D)
     queue_count: int
-    queue_by_priority: NDArray[np.bool_]  # (queue_count,)
-    memory_bytes: NDArray[np.int64]  # (D,)
-    held_bytes: NDArray[np.int64]  # (N,) on the op's device from its start to the end of the step
+    queue_by_priority: Bools  # (queue_count,)
+    memory_bytes: Longs  # (D,)
+    held_bytes: Longs  # (N,) on the op's device from its start to the end of the step
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -109,7 +114,7 @@ class Problem:
             held_bytes=frozen(held_bytes_of(graph)),
         )
 
-    def cheapest_ns(self) -> NDArray[np.int64]:
+    def cheapest_ns(self) -> Longs:
         """Return the cost of every op on the fastest device that may run it, (N,)."""
         never = np.iinfo(np.int64).max
         return np.asarray(np.where(self.allowed, self.cost_ns, never).min(axis=1), np.int64)
@@ -132,7 +137,7 @@ def nanoseconds(seconds: float, at_most: int = HORIZON_NS) -> int:
     return round(min(seconds * 1e9, float(at_most)))
 
 
-def each_in_nanoseconds(seconds: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+def each_in_nanoseconds(seconds: NDArray[np.floating[Any]]) -> Longs:
     """Return every element of an array of seconds as nanoseconds, at most ``HORIZON_NS``."""
     return np.asarray(np.rint(np.minimum(seconds * 1e9, float(HORIZON_NS))), np.int64)
 
@@ -144,7 +149,7 @@ def transfer_ns(latency_s: float, size: int, bandwidth_bytes_per_s: float) -> in
     return int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
 
 
-def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[Bools, Longs]:
     count = len(graph)
     allowed = np.ones((count, len(cluster)), np.bool_)
     cost_ns = np.zeros((count, len(cluster)), np.int64)
@@ -250,7 +255,7 @@ class _Links:
         return self._number[key]
 
 
-def held_bytes_of(graph: GraphArrays) -> NDArray[np.int64]:
+def held_bytes_of(graph: GraphArrays) -> Longs:
     """Return the saved bytes of ops without a backward op in the graph, (N,), and 0 for the others.
 
     For the others, the edges to their backward ops keep the memory alive.
@@ -262,7 +267,7 @@ def held_bytes_of(graph: GraphArrays) -> NDArray[np.int64]:
     return np.where(has_backward, 0, graph.saved_bytes)
 
 
-def device_rows(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
+def device_rows(problem: Problem, devices: ArrayLike) -> Ints:
     """Return placements (B, N), or one (N,), as a contiguous, writable int32 array (B, N).
 
     Copies only if necessary.
@@ -284,7 +289,7 @@ def device_rows(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
     return np.require(given, np.int32, ["C", "W"]).reshape(-1, count)
 
 
-def device_row(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
+def device_row(problem: Problem, devices: ArrayLike) -> Ints:
     """Return one placement, (N,) or (1, N), as (N,).
 
     Raises:
@@ -296,7 +301,7 @@ def device_row(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
     return rows.ravel()
 
 
-def priority_rows(problem: Problem, priority: ArrayLike) -> NDArray[np.float64]:
+def priority_rows(problem: Problem, priority: ArrayLike) -> Floats:
     """Return priorities (B, N) or (N,) as (B, N), like :func:`device_rows`.
 
     Raises:

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing
-from envs.problem import Problem, transfer_ns
+from envs.problem import Bools, Floats, Ints, Longs, Problem, transfer_ns
 from graphs.graph import PHASES
-
-Longs = NDArray[np.int64]
 
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
@@ -57,30 +54,22 @@ class Bounds:
 def bounds_of(problem: Problem) -> Bounds:
     """Compute all bounds of a problem; takes about 0.05 s for 1,000 ops.
 
-    Raises:
-        ValueError: no placement can run, see :func:`missing_link`.
+    A ValueError says why no placement can run, see :func:`missing_link`.
     """
-    found = _paths(problem)
-    if why := _missing_link(problem, found):
-        raise ValueError(why)
+    paths = _paths(problem)
+    if reason := _missing_link(problem, paths):
+        raise ValueError(reason)
     shares, total = _shares(problem.cost_ns, problem.allowed)
-    work_ns = _whole(shares, total)
-    before = np.zeros((problem.op_count, 1), np.int64)
-    after = before
+    path_ns = around_ns = int(_around(problem, *paths).max())
     if problem.op_count <= LARGEST_REACH:
         before, after = _work_around(problem, shares // total)
-    around = _through(problem, found, before, after)
-    return Bounds(
-        work_ns=work_ns, path_ns=_through(problem, found, before * 0, after * 0), around_ns=around
-    )
+        head, tail = np.maximum(paths.head_ns, before), np.maximum(paths.tail_ns, after)
+        around_ns = int(_around(problem, head, tail).max())
+    return Bounds(work_ns=_rounded_up(shares, total), path_ns=path_ns, around_ns=around_ns)
 
 
 def lower_bound_ns(problem: Problem) -> int:
-    """Return the nanoseconds that every step takes at least, for any placement and order.
-
-    Raises:
-        ValueError: no placement can run, see :func:`missing_link`.
-    """
+    """Return the nanoseconds that every step takes at least, for any placement and order."""
     return bounds_of(problem).lower_bound_ns
 
 
@@ -91,27 +80,21 @@ def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
     """
     counts = problem.graph.phase != PHASES.index("optimizer")
     rows = np.flatnonzero(counts | optimizer)
-    return _whole(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
+    return _rounded_up(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
 
 
 def load_bound_ns(problem: Problem) -> int:
-    """Return a lower bound on the largest load: average work per device, or the costliest op.
-
-    Raises:
-        ValueError: no placement can run, see :func:`missing_link`.
-    """
-    never = np.iinfo(np.int64).max
-    cost_ns = np.where(problem.allowed, problem.cost_ns, never).min(axis=1)
-    return max(bounds_of(problem).work_ns, int(cost_ns.max(initial=0)))
+    """Return a lower bound on the largest load: average work per device, or the costliest op."""
+    return max(bounds_of(problem).work_ns, int(problem.cheapest_ns().max(initial=0)))
 
 
 def missing_link(problem: Problem) -> str:
-    """Return why missing links let no placement run, or "" if none is known to be missing."""
+    """Return the reason that missing links let no placement run, or ""."""
     return "" if problem.connected.all() else _missing_link(problem, _paths(problem))
 
 
 def memory_shortfall(problem: Problem) -> str:
-    """Return why the parameters fit into memory under no placement, or "" if they may fit.
+    """Return the reason that no placement can hold the parameters in memory, or "".
 
     Parameters are packed into devices as items into bins: ops that share a device are one item. No
     packing exists if an item fits nowhere, if all together exceed all memory, or if more items than
@@ -128,14 +111,10 @@ def memory_shortfall(problem: Problem) -> str:
     if len(stuck):
         i = int(stuck[size[stuck].argmax()])
         members = int((item == i).sum())
-        what = f"op {graph.ids[first[i]]!r}"
-        if members > 1:
-            what += f" and the {members - 1} that share its device have"
-        else:
-            what += " has"
+        group = f" and the {members - 1} that share its device have" if members > 1 else " has"
         return (
-            f"{what} {size[i]} bytes of parameters, but the largest device that may run it has "
-            f"{room[i].max()} bytes"
+            f"op {graph.ids[first[i]]!r}{group} {size[i]} bytes of parameters, but the largest "
+            f"device that may run it has {room[i].max()} bytes"
         )
     total, memory = sum(size.tolist()), sum(problem.memory_bytes.tolist())
     if total > memory:
@@ -155,9 +134,9 @@ def memory_shortfall(problem: Problem) -> str:
     return ""
 
 
-def _missing_link(problem: Problem, found: _Paths) -> str:
+def _missing_link(problem: Problem, paths: _Paths) -> str:
     graph, names = problem.graph, np.array(problem.cluster.names)
-    stuck = np.flatnonzero(_around(problem, found.head_ns, found.tail_ns) >= UNREACHABLE_NS)
+    stuck = np.flatnonzero(_around(problem, *paths) >= UNREACHABLE_NS)
     if not len(stuck):
         return ""
     source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
@@ -165,10 +144,10 @@ def _missing_link(problem: Problem, found: _Paths) -> str:
     cut = np.flatnonzero(~(reached[source] & problem.allowed[graph.successors]).any(axis=1))
     if not len(cut):
         i = int(stuck[0])
-        own = ", ".join(names[problem.allowed[i]])
+        home = ", ".join(names[problem.allowed[i]])
         return (
-            f"op {graph.ids[i]!r} may run on {own}, but wherever it does, links lead to no devices "
-            "for all ops before and after it; add a [[link]] to the cluster, or allow more devices"
+            f"op {graph.ids[i]!r} may run on {home}, but links lead from there to no devices for "
+            "all ops before and after it; add a [[link]] to the cluster, or allow more devices"
         )
     u, v = int(source[cut[0]]), int(graph.successors[cut[0]])
     here, there = names[problem.allowed[u]], names[problem.allowed[v]]
@@ -179,26 +158,14 @@ def _missing_link(problem: Problem, found: _Paths) -> str:
     )
 
 
-def _through(
-    problem: Problem, found: _Paths, before: NDArray[np.int64], after: NDArray[np.int64]
-) -> int:
-    """Return the longest path through any op, each op on its best device."""
-    head, tail = np.maximum(found.head_ns, before), np.maximum(found.tail_ns, after)
-    return int(_around(problem, head, tail).max())
-
-
-def _around(
-    problem: Problem, head_ns: NDArray[np.int64], tail_ns: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _around(problem: Problem, head_ns: Longs, tail_ns: Longs) -> Longs:
     """Return the time before, in and after every op, (N,), on its best device."""
     never = np.iinfo(np.int64).max
     around = np.where(problem.allowed, head_ns + problem.cost_ns + tail_ns, never)
     return np.asarray(around.min(axis=1), np.int64)
 
 
-def _shares(
-    cost_ns: NDArray[np.int64], allowed: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], int]:
+def _shares(cost_ns: Longs, allowed: Bools) -> tuple[Longs, int]:
     """Return the least weighted cost of every op, (N,), for the best weights found, and their sum.
 
     Each round assigns every op to the device of its least weighted cost, then raises the weights of
@@ -225,14 +192,12 @@ def _shares(
     return np.asarray(shares, np.int64), int(whole.sum())
 
 
-def _whole(shares: NDArray[np.int64], total: int) -> int:
+def _rounded_up(shares: Longs, total: int) -> int:
     summed: list[int] = shares.tolist()
     return -(-sum(summed) // total)
 
 
-def _work_around(
-    problem: Problem, shares: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _work_around(problem: Problem, shares: Longs) -> tuple[Longs, Longs]:
     """Return the least work of all ancestors and of all descendants of each op, (N, 1) each."""
     graph, count = problem.graph, problem.op_count
     start, predecessors = graph.predecessor_start.tolist(), graph.predecessors
@@ -282,19 +247,19 @@ def _paths(problem: Problem) -> _Paths:
 
 @compiled_borrowing
 def _fill_longest(
-    topological: NDArray[np.int32],
-    predecessor_start: NDArray[np.int32],
-    predecessors: NDArray[np.int32],
+    topological: Ints,
+    predecessor_start: Ints,
+    predecessors: Ints,
     edge_bytes: Longs,
     cost_ns: Longs,
-    latency_s: NDArray[np.float64],
-    bandwidth_bytes_per_s: NDArray[np.float64],
-    connected: NDArray[np.bool_],
+    latency_s: Floats,
+    bandwidth_bytes_per_s: Floats,
+    connected: Bools,
     moved: Longs,
     head: Longs,
     tail: Longs,
 ) -> None:
-    # Fills ``head`` and ``tail`` (N, D), initially 0; ``moved`` (D, D) is scratch space.
+    """Fill ``head`` and ``tail`` (N, D), initially 0; ``moved`` (D, D) is scratch space."""
     count, devices = cost_ns.shape
     for step in range(2 * count):
         forward = step < count
@@ -326,12 +291,12 @@ def _fill_longest(
 
 
 def levels(
-    topological: NDArray[np.int32],
-    predecessor_start: NDArray[np.int32],
-    predecessors: NDArray[np.int32],
-    edge: NDArray[np.float64],
-    cost: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    topological: Ints,
+    predecessor_start: Ints,
+    predecessors: Ints,
+    edge: Floats,
+    cost: Floats,
+) -> tuple[Floats, Floats]:
     """Return top and bottom levels of N ops, in the unit of ``cost`` (N,) and ``edge`` (E,).
 
     ``edge`` is ordered by target. The top level is the longest path from a source to the op,
@@ -345,15 +310,15 @@ def levels(
 
 @compiled_borrowing
 def _fill_levels(
-    topological: NDArray[np.int32],
-    predecessor_start: NDArray[np.int32],
-    predecessors: NDArray[np.int32],
-    edge: NDArray[np.float64],
-    cost: NDArray[np.float64],
-    head: NDArray[np.float64],
-    tail: NDArray[np.float64],
+    topological: Ints,
+    predecessor_start: Ints,
+    predecessors: Ints,
+    edge: Floats,
+    cost: Floats,
+    head: Floats,
+    tail: Floats,
 ) -> None:
-    # Fills ``head`` (N,), initially 0, and ``tail`` (N,), initially ``cost``.
+    """Fill ``head`` (N,), initially 0, and ``tail`` (N,), initially ``cost``."""
     count = len(cost)
     for position in range(count):
         v = topological[position]

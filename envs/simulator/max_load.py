@@ -18,19 +18,23 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
-from envs.problem import Problem, device_row, device_rows, nanoseconds, transfer_ns
+from envs.problem import (
+    Bools,
+    Floats,
+    Ints,
+    Longs,
+    Problem,
+    device_row,
+    device_rows,
+    nanoseconds,
+    transfer_ns,
+)
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.reasons import blocked_reason, overfull_reason
 
 HOST_KIND: Final = "cpu"
-
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 @by_pointer
@@ -104,7 +108,7 @@ def least_send_ns(problem: Problem) -> Longs:
     return least
 
 
-def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+def max_load_ns(problem: Problem, devices: Ints) -> Longs:
     """Return the largest loads (B,) of placements (B, N), or (1,) for one placement (N,).
 
     ``INFEASIBLE_NS`` if an op is on a forbidden device, an edge has no link, or memory is exceeded.
@@ -119,7 +123,7 @@ def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
     return answer
 
 
-def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+def loads_ns(problem: Problem, devices: Ints) -> Longs:
     """Return the loads (D,) of one placement (N,); edges without a link count as 0.
 
     Raises:
@@ -128,7 +132,7 @@ def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
     return _counted(problem, device_row(problem, devices)).load_ns
 
 
-def overload_reason(problem: Problem, devices: NDArray[np.int32]) -> str:
+def overload_reason(problem: Problem, devices: Ints) -> str:
     """Return why a placement (N,) is infeasible, or "" if it is feasible.
 
     Raises:
@@ -138,7 +142,7 @@ def overload_reason(problem: Problem, devices: NDArray[np.int32]) -> str:
     return blocked_reason(problem, row) or overfull_reason(problem, row, used_bytes(problem, row))
 
 
-def used_bytes(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+def used_bytes(problem: Problem, devices: Ints) -> Longs:
     """Return the memory (D,) that a placement (N,) needs on each device under this objective.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,22 +68,6 @@ def busy_ns(problem: Problem, schedule: Schedule) -> NDArray[np.int64]:
         at = np.where(numbers == NO_QUEUE, len(busy) - 1, problem.device_count + numbers)
         np.add.at(busy, at, sent.end_ns - sent.start_ns)
     return busy[:-1]
-
-
-def no_transfers() -> Transfers:
-    """Return an empty set of transfers."""
-    whole: NDArray[Any] = np.zeros(0, np.int64)
-    index = np.zeros(0, np.int32)
-    return Transfers(
-        edge=index,
-        producer=index,
-        source=index,
-        destination=index,
-        request_ns=whole,
-        start_ns=whole,
-        end_ns=whole,
-        bytes=whole,
-    )
 
 
 def repeats(problem: Problem, schedule: Schedule, priority: NDArray[np.float64]) -> bool:

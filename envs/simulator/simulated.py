@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.backend import ProgressCallback, StepResult
 from envs.placement import Placement
-from envs.problem import HORIZON_NS, Problem, device_rows, priority_rows
+from envs.problem import HORIZON_NS, Floats, Ints, Longs, Problem, device_rows, priority_rows
 from envs.simulator.kernel.arrays import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
@@ -27,7 +26,7 @@ from envs.simulator.kernel.step import simulate_batch
 from envs.simulator.kernel.tables import arrays_of, workspace_for
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.reasons import blocked_reason, overfull_reason
-from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
+from envs.simulator.schedule import Schedule, Transfers, busy_ns
 
 BLOCKS_PER_THREAD: Final = 32
 """Average number of blocks of a batch per thread: some placements take longer than others."""
@@ -56,9 +55,7 @@ class Simulator:
         self.work = workspace_for(problem)
         self._works = [self.work]
 
-    def step_ns(
-        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
-    ) -> NDArray[np.int64]:
+    def step_ns(self, devices: Ints, priority: Floats) -> Longs:
         """Simulate a batch of placements and return their step times.
 
         Args:
@@ -79,9 +76,7 @@ class Simulator:
         memory = STOP_WHEN_FULL if self.memory else IGNORE_MEMORY
         threads = min(self.threads, len(devices))
         if threads < 2:
-            beyond = simulate_batch(
-                self.arrays, self.work, devices, priority, NO_LIMIT_NS, memory, steps
-            )
+            beyond = self._simulate(self.work, devices, priority, memory, steps)
         else:
             beyond = self._spread(devices, priority, memory, steps, threads)
         if beyond >= 0:
@@ -89,13 +84,13 @@ class Simulator:
             raise ValueError(where + _too_long(self.problem))
         return steps
 
+    def _simulate(
+        self, work: Workspace, devices: Ints, priority: Floats, memory: int, steps: Longs
+    ) -> int:
+        return simulate_batch(self.arrays, work, devices, priority, NO_LIMIT_NS, memory, steps)
+
     def _spread(
-        self,
-        devices: NDArray[np.int32],
-        priority: NDArray[np.float64],
-        memory: int,
-        steps: NDArray[np.int64],
-        threads: int,
+        self, devices: Ints, priority: Floats, memory: int, steps: Longs, threads: int
     ) -> int:
         """Simulate blocks on whichever thread is free; compiled code runs without the GIL."""
         while len(self._works) < threads:
@@ -107,28 +102,14 @@ class Simulator:
             beyond = []
             for first in blocks:
                 rows = slice(first, first + size)
-                stopped = simulate_batch(
-                    self.arrays,
-                    work,
-                    devices[rows],
-                    priority[rows],
-                    NO_LIMIT_NS,
-                    memory,
-                    steps[rows],
-                )
+                stopped = self._simulate(work, devices[rows], priority[rows], memory, steps[rows])
                 beyond += [first + stopped] if stopped >= 0 else []
             return beyond
 
         with ThreadPoolExecutor(threads) as pool:
             return min(chain.from_iterable(pool.map(run, self._works[:threads])), default=-1)
 
-    def run(
-        self,
-        devices: NDArray[np.int32],
-        priority: NDArray[np.float64],
-        *,
-        transfers: bool = True,
-    ) -> Schedule:
+    def run(self, devices: Ints, priority: Floats, *, transfers: bool = True) -> Schedule:
         """Simulate one placement, (N,) each; faster if its transfers are not listed.
 
         Raises:
@@ -139,41 +120,40 @@ class Simulator:
             raise ValueError(f"run takes one placement, not {len(devices)}")
         where = devices[0].copy()  # a copy: the caller may change its array
         steps = np.empty(1, np.int64)
-        beyond = simulate_batch(
-            self.arrays, self.work, devices, priority, NO_LIMIT_NS, RECORD_MEMORY, steps
-        )
-        if beyond >= 0:
+        if self._simulate(self.work, devices, priority, RECORD_MEMORY, steps) >= 0:
             raise ValueError(_too_long(self.problem))
-        step_ns = int(steps[0])
-        if step_ns == INFEASIBLE_NS:
-            return self._blocked(where)
-        start_ns = self.work.start_ns.copy()
+        start_ns, cause = self.work.start_ns.copy(), self.work.cause.copy()
         end_ns = start_ns + self.problem.cost_ns[np.arange(len(where)), where]
         peak_bytes = self.work.devices["peak_bytes"].copy()
-        why = overfull_reason(self.problem, where, peak_bytes) if self.memory else ""
+        sent = int(self.work.counts[SENT]) if transfers else 0
+        if steps[0] == INFEASIBLE_NS:
+            why, sent = blocked_reason(self.problem, where), 0
+            cause[:] = -1
+            for array in (start_ns, end_ns, peak_bytes):
+                array[:] = 0
+        else:
+            why = overfull_reason(self.problem, where, peak_bytes) if self.memory else ""
         return Schedule(
             devices=where,
-            step_ns=step_ns,
+            step_ns=int(steps[0]),
             start_ns=start_ns,
             end_ns=end_ns,
-            cause=self.work.cause.copy(),
+            cause=cause,
             peak_bytes=peak_bytes,
-            transfers=self._transfers(where, end_ns) if transfers else no_transfers(),
+            transfers=self._transfers(where, end_ns, sent),
             feasible=not why,
             why=why,
         )
 
-    def _checked(
-        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    def _checked(self, devices: Ints, priority: Floats) -> tuple[Ints, Floats]:
         shapes = np.shape(devices), np.shape(priority)
         if shapes[0] != shapes[1]:
             raise ValueError(f"devices {shapes[0]} and priority {shapes[1]} differ in shape")
         return device_rows(self.problem, devices), priority_rows(self.problem, priority)
 
-    def _transfers(self, devices: NDArray[np.int32], end_ns: NDArray[np.int64]) -> Transfers:
+    def _transfers(self, devices: Ints, end_ns: Longs, count: int) -> Transfers:
         work, arrays = self.work, self.arrays
-        edge = work.sent[: work.counts[SENT]].astype(np.int32)
+        edge = work.sent[:count].astype(np.int32)
         producer = arrays.edges["source"][edge].astype(np.int32)
         destination = devices[arrays.edges["target"][edge]]
         sent = work.transfers[edge]
@@ -188,20 +168,6 @@ class Simulator:
             start_ns=sent["start_ns"],
             end_ns=sent["start_ns"] + sent["duration_ns"],
             bytes=work.copies["size"][len(devices) + edge[order]],
-        )
-
-    def _blocked(self, devices: NDArray[np.int32]) -> Schedule:
-        nothing = np.zeros(len(devices), np.int64)
-        return Schedule(
-            devices=devices,
-            step_ns=INFEASIBLE_NS,
-            start_ns=nothing,
-            end_ns=nothing,
-            cause=np.full(len(devices), -1, np.int32),
-            peak_bytes=np.zeros(self.problem.device_count, np.int64),
-            transfers=no_transfers(),
-            feasible=False,
-            why=blocked_reason(self.problem, devices),
         )
 
 
@@ -219,45 +185,24 @@ class Simulated:
     which no steady state can undercut; the optimizer, which runs once per step, is no part of it.
     """
 
-    def __init__(self, problem: Problem, *, threads: int = 1) -> None:
-        if threads < 1:
-            raise ValueError(f"threads is {threads}, below 1")
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.threads = threads
         self.simulator = Simulator(problem)
         self._pipelines: dict[tuple[int, int | None], tuple[Pipeline, Simulator]] = {}
-        self._others: list[Simulated] = []  # one for each further thread
 
     def evaluate(
         self, placements: Sequence[Placement], progress: ProgressCallback | None = None
     ) -> list[StepResult]:
-        """Evaluate every placement, in order; one that is not for this problem is infeasible.
-
-        Several are spread over ``threads`` threads, with the same results. This pays off for large
-        graphs only: everything but the simulation itself holds the interpreter lock. ``progress``
-        hears only of the end.
-        """
-        results = self._evaluate_all(placements)
+        """Evaluate every placement, in order; one that is not for this problem is infeasible."""
+        results = []
+        for placement in placements:
+            try:
+                results.append(self.result(placement)[0])
+            except ValueError as error:
+                results.append(StepResult.infeasible(str(error), {}))
         if progress is not None:
             progress(len(placements), len(placements))
         return results
-
-    def _evaluate_all(self, placements: Sequence[Placement]) -> list[StepResult]:
-        threads = min(self.threads, len(placements))
-        if threads < 2:
-            return [self._evaluate(placement) for placement in placements]
-        while len(self._others) < threads - 1:
-            self._others.append(Simulated(self.problem))
-        results: dict[int, StepResult] = {}
-        waiting = iter(range(len(placements)))
-
-        def run(backend: Simulated) -> None:
-            for i in waiting:
-                results[i] = backend._evaluate(placements[i])
-
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(run, [self, *self._others[: threads - 1]]))
-        return [results[i] for i in range(len(placements))]
 
     def run(self, placement: Placement) -> tuple[Problem, Schedule]:
         """Simulate a placement; return its problem (of all micro-batches, if several) and schedule.
@@ -284,13 +229,6 @@ class Simulated:
             self._pipelines[key] = pipeline, Simulator(pipeline.problem)
         return self._pipelines[key]
 
-    def _evaluate(self, placement: Placement) -> StepResult:
-        try:
-            problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
-        except ValueError as error:
-            return StepResult.infeasible(str(error), {})
-        return self._result(placement, problem, schedule)
-
     def result(
         self, placement: Placement, schedule: Schedule | None = None
     ) -> tuple[StepResult, Schedule]:
@@ -304,16 +242,13 @@ class Simulated:
         problem = self.problem
         if schedule is None:
             problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
-        return self._result(placement, problem, schedule), schedule
-
-    def _result(self, placement: Placement, problem: Problem, schedule: Schedule) -> StepResult:
-        peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
+        peaks = dict(zip(problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
         if not schedule.feasible:
-            return StepResult.infeasible(schedule.why, peaks)
+            return StepResult.infeasible(schedule.why, peaks), schedule
         critical = schedule.critical_chain()
         compute_ns = int((schedule.end_ns - schedule.start_ns)[critical].sum())
         period_s, why_no_period = self._period_s(placement, problem, schedule)
-        return StepResult(
+        step = StepResult(
             step_s=schedule.step_ns / 1e9,
             peak_memory_bytes=peaks,
             parts={
@@ -323,6 +258,7 @@ class Simulated:
             period_s=period_s,
             why_no_period=why_no_period,
         )
+        return step, schedule
 
     def _period_s(
         self, placement: Placement, problem: Problem, schedule: Schedule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
@@ -92,23 +91,6 @@ def test_devices_without_a_link_between_an_edge_are_infeasible_everywhere() -> N
     copies = Pipeline.of(problem, 2)
     steps = Simulator(copies.problem).step_ns(copies.devices(devices), copies.priority(priority))
     assert steps.tolist() == [INFEASIBLE_NS, 4000]
-
-
-def test_tensors_of_no_bytes_take_the_latency_alone() -> None:
-    assert run(fork(2, moved=0), one_kind(2), [0, 1, 1]).start_ns.tolist() == [0, 2000, 3000]
-
-
-@pytest.mark.parametrize("evaluate", [Simulator.step_ns, Simulator.run])
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [([0], r"must be \(B, 2\)"), ([0, 9], "device 9 does not exist"), ([], r"must be \(B, 2\)")],
-)
-def test_placements_of_a_wrong_length_or_device_are_refused(
-    evaluate: Callable[..., object], devices: list[int], message: str
-) -> None:
-    simulator = Simulator(problem_of(fork(1)))
-    with pytest.raises(ValueError, match=message):
-        evaluate(simulator, np.array(devices, np.int32), np.zeros(len(devices)))
 
 
 def with_link(**link: Any) -> Problem:

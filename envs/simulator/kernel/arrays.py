@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import by_pointer
-from envs.problem import HORIZON_BITS, HORIZON_NS
+from envs.problem import HORIZON_BITS, HORIZON_NS, Floats, Ints, Longs
 
-Floats = NDArray[np.float64]
 Indices = NDArray[np.uint32]
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 Table = NDArray[np.void]
 
 CODE_BITS: Final = 63 - HORIZON_BITS

@@ -24,13 +24,12 @@ from __future__ import annotations
 from typing import Final
 
 from envs.compiled import compiled_inline, index, int64, lowest_set_bit
-from envs.problem import HORIZON_NS, transfer_ns
+from envs.problem import HORIZON_NS, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     CODE_BITS,
     INFEASIBLE_NS,
     NO_EVENT,
     READY_LATER,
-    Ints,
     ProblemArrays,
     Workspace,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from envs.compiled import compiled_inline, index, int64
-from envs.problem import HORIZON_NS, transfer_ns
+from envs.problem import HORIZON_NS, Floats, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
     CODE_BITS,
@@ -23,8 +23,6 @@ from envs.simulator.kernel.arrays import (
     TOUCHED_QUEUES,
     UNQUEUED,
     UNQUEUED_EVENTS,
-    Floats,
-    Ints,
     ProblemArrays,
     Workspace,
 )

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Final
 
 from envs.compiled import compiled_inline, index, int64, lowest_set_bit
+from envs.problem import Longs
 from envs.simulator.kernel.arrays import (
     NO_EVENT,
     TOUCHED_DEVICES,
     WORD_BITS,
-    Longs,
     ProblemArrays,
     Workspace,
 )

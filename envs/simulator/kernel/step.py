@@ -26,6 +26,7 @@ from __future__ import annotations
 from typing import Final
 
 from envs.compiled import compiled_borrowing, compiled_inline, index
+from envs.problem import Floats, Ints, Longs
 from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
     COUNTS,
@@ -38,10 +39,7 @@ from envs.simulator.kernel.arrays import (
     RANK_EXCESS,
     RECORD_MEMORY,
     STOP_WHEN_FULL,
-    Floats,
     Indices,
-    Ints,
-    Longs,
     ProblemArrays,
     Workspace,
 )

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problem import NO_QUEUE, Problem, each_in_nanoseconds
+from envs.problem import NO_QUEUE, Longs, Problem, each_in_nanoseconds
 from envs.simulator.kernel.arrays import (
     CODE_BITS,
     COPY_STATE,
@@ -25,7 +25,6 @@ from envs.simulator.kernel.arrays import (
     TRANSFER_STATE,
     WORD_BITS,
     Indices,
-    Longs,
     ProblemArrays,
     Table,
     Workspace,

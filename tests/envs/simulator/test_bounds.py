@@ -49,11 +49,23 @@ def test_no_step_is_below_the_bound(seed: int) -> None:
         assert steps.min() >= lower_bound_ns(problem)
 
 
-def test_a_chain_is_bounded_by_its_length() -> None:
-    graph = independent(5, {"*": 2e-6})
-    for i in range(4):
-        add_edge(graph, str(i), str(i + 1))
-    assert bound_of(graph, one_kind(3)) == 10_000
+@pytest.mark.parametrize(
+    ("count", "edges", "devices", "bound_ns"),
+    [
+        (5, [(0, 1), (1, 2), (2, 3), (3, 4)], 3, 10_000),  # the length of a chain
+        (12, [], 4, 6000),  # a share of the work
+        (3, [(0, 1)], 1, 6000),  # all work
+        # Four ops on two devices, a bottleneck, four ops: 2 + 1 + 2 ops, though work / 2 is 4.5.
+        (9, [(i, 4) for i in range(4)] + [(4, i) for i in range(5, 9)], 2, 10_000),
+    ],
+)
+def test_bounds_by_hand(
+    count: int, edges: list[tuple[int, int]], devices: int, bound_ns: int
+) -> None:
+    graph = independent(count, {"*": 2e-6})
+    for source, target in edges:
+        add_edge(graph, str(source), str(target))
+    assert bound_of(graph, one_kind(devices)) == bound_ns
 
 
 def test_the_pace_of_a_pipeline_leaves_the_optimizer_out_where_that_is_asked_for() -> None:
@@ -67,10 +79,6 @@ def test_the_pace_of_a_pipeline_leaves_the_optimizer_out_where_that_is_asked_for
     assert (pace_ns(only), pace_ns(only, optimizer=False)) == (48_000, 12_000)
 
 
-def test_independent_ops_are_bounded_by_their_share_of_the_work() -> None:
-    assert bound_of(independent(12, {"*": 1e-6}), one_kind(4)) == 3000
-
-
 @pytest.mark.parametrize("slow_s", [3e-6, 100e-6])
 def test_slow_devices_do_not_count_as_fast_ones(slow_s: float) -> None:
     graph = independent(400, {"gpu": 1e-6, "cpu": slow_s})
@@ -78,23 +86,6 @@ def test_slow_devices_do_not_count_as_fast_ones(slow_s: float) -> None:
     best_s = 400 / (1 / 1e-6 + 1 / slow_s)  # both always busy
     bound_s = bound_of(graph, Cluster(name="mixed", devices=tuple(devices))) / 1e9
     assert 0.97 * best_s < bound_s <= best_s
-
-
-def test_work_before_and_after_a_bottleneck_adds_up() -> None:
-    graph = independent(8, {"*": 1e-6})
-    add_op(graph, "neck", cost_s={"*": 1e-6})
-    for i in range(4):
-        add_edge(graph, str(i), "neck")
-        add_edge(graph, "neck", str(4 + i))
-    # Four ops on two devices, the neck, four ops: 2 + 1 + 2, though work / 2 is only 4.5.
-    assert bound_of(graph, one_kind(2)) == 5000
-
-
-def test_one_device_is_bounded_by_all_work() -> None:
-    problem, _, _ = problem_of(random_case(3, bad_places=False))
-    first = Cluster(name="one", devices=problem.cluster.devices[:1])
-    alone = Problem.of(problem.graph, first)
-    assert lower_bound_ns(alone) == alone.cost_ns.sum()
 
 
 def two_kinds() -> Cluster:
@@ -143,22 +134,6 @@ def test_every_bound_holds_for_the_best_of_all_placements() -> None:
     assert tight > 5
 
 
-@pytest.mark.parametrize("devices", [1, 2, 5, 8])
-@pytest.mark.parametrize("seed", range(2))
-def test_planted_placements_reach_the_bound_exactly(devices: int, seed: int) -> None:
-    made = planted(np.random.default_rng(seed), devices=devices, ops_per_device=12)
-    cluster = one_kind(
-        devices,
-        latency_s=made.gap_s / 2,
-        bandwidth_bytes_per_s=made.largest_bytes / (made.gap_s / 2),
-        sharing="none",
-    )
-    problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
-    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by start time
-    schedule = Simulator(problem, memory=False).run(np.array(made.devices, np.int32), order)
-    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
-
-
 def apart(*limits: tuple[str, ...]) -> Problem:
     """Return a chain of ops with these allowed devices; of d0, d1, d2 only d0 and d1 are linked."""
     graph = independent(0, {})
@@ -192,21 +167,18 @@ def replayed(made: Planted, cluster: Cluster) -> tuple[Problem, Schedule]:
     return problem, Simulator(problem).run(np.array(made.devices, np.int32), order)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 5])
+@pytest.mark.parametrize("devices", [1, 2, 5])
 @pytest.mark.parametrize(
     "options",
     [
+        {"sharing": "none"},
         {"sharing": "bus"},
-        {"sharing": "pair"},
         {"sharing": "pair", "full_duplex": False},
-        {"sharing": "egress"},
         {"sharing": "egress", "ingress": True, "order": "priority"},
         {"sharing": "egress", "full_duplex": False},
     ],
 )
-def test_planted_placements_reach_the_bound_on_links_that_are_shared(
-    devices: int, options: dict[str, Any]
-) -> None:
+def test_planted_placements_reach_the_bound(devices: int, options: dict[str, Any]) -> None:
     made = planted(np.random.default_rng(devices), devices=devices, ops_per_device=12)
     home = dict(zip(made.graph, made.devices, strict=True))
     sent = len({(u, home[v]) for u, v in made.graph.edges if home[u] != home[v]})

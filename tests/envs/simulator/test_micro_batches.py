@@ -64,12 +64,8 @@ def run_stages(graph: nx.DiGraph[str], d: int, m: int, in_flight: int | None = N
 
 
 @pytest.mark.parametrize(("d", "m"), [(1, 2), (2, 1), (3, 7), (5, 2)])
-def test_a_forward_pipeline_takes_m_plus_d_minus_1_turns(d: int, m: int) -> None:
+def test_a_pipeline_takes_m_plus_d_minus_1_turns(d: int, m: int) -> None:
     assert run_stages(stages(d), d, m).step_ns == (m + d - 1) * 1000
-
-
-@pytest.mark.parametrize(("d", "m"), [(1, 2), (2, 1), (3, 7), (5, 2)])
-def test_a_training_pipeline_takes_m_plus_d_minus_1_turns_of_both_passes(d: int, m: int) -> None:
     assert run_stages(stages(d, training=True), d, m).step_ns == (m + d - 1) * 3000
 
 
@@ -144,16 +140,12 @@ def twin_equals(seed: int) -> str:
     return "ran" if m <= in_flight else "gated"
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize(
+    "block", [*range(3), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 30))]
+)
 def test_copies_in_flat_arrays_equal_a_plain_graph_of_them(block: int) -> None:
     kinds = {twin_equals(1000 * block + seed) for seed in range(100)}
     assert kinds == {"blocked", "ran", "gated"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(10, 30))
-def test_copies_equal_a_plain_graph_on_many_more_cases(block: int) -> None:
-    test_copies_in_flat_arrays_equal_a_plain_graph_of_them(block)
 
 
 @settings(max_examples=50)
@@ -164,19 +156,6 @@ def test_the_listed_order_of_copies_is_topological(seed: int, m: int) -> None:
     position = np.argsort(graph.topological)
     source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
     assert (position[source] < position[graph.successors]).all()
-
-
-def test_one_micro_batch_is_the_step_itself() -> None:
-    for seed in range(30):
-        problem, devices, priority = problem_of(random_case(seed, bad_places=False))
-        pipeline = Pipeline.of(problem, 1)
-        rank = np.argsort(np.argsort(-priority, kind="stable"))
-        phase = problem.graph.phase
-        own = -(np.where(phase == 1, 0, 1) * 1000 + rank).astype(float)
-        expected = Simulator(problem, memory=False).step_ns(devices, own)
-        simulator = Simulator(pipeline.problem, memory=False)
-        step = simulator.step_ns(pipeline.devices(devices), pipeline.priority(priority))
-        assert step.tolist() == expected.tolist()
 
 
 def test_batches_of_placements_are_copied_row_by_row() -> None:

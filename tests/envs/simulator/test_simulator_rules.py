@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -18,59 +19,24 @@ from envs.simulator import (
     Simulated,
     Simulator,
 )
+from envs.simulator.max_load import loads_ns, max_load_ns, overload_reason
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import fork, one_kind, problem_of, run
 
 torch.set_num_threads(1)
 
 
-def test_a_consumer_elsewhere_waits_for_latency_and_bytes() -> None:
-    schedule = run(fork(1), one_kind(2), [0, 1])
-    assert schedule.start_ns.tolist() == [0, 1000 + 1000 + 1000]
-    assert schedule.step_ns == 4000
-    assert schedule.critical_chain() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("sharing", "starts"), [("none", [1000, 1000]), ("pair", [1000, 1000]),
-                            ("egress", [1000, 3000]), ("bus", [1000, 3000])],
-)  # fmt: skip
-def test_transfers_from_one_device_to_two_queue_as_the_link_says(
-    sharing: str, starts: list[int]
-) -> None:
-    schedule = run(fork(2), one_kind(3, sharing=sharing), [0, 1, 2])
-    assert schedule.transfers.start_ns.tolist() == starts
-    assert schedule.transfers.destination.tolist() == [1, 2]
-
-
-def test_a_link_by_priority_serves_the_more_urgent_consumer_first() -> None:
-    cluster = one_kind(3, sharing="egress", order="priority")
-    schedule = run(fork(2), cluster, [0, 1, 2], [0.0, 1.0, 2.0])
-    assert schedule.transfers.destination.tolist() == [2, 1]
-
-
-def test_an_output_goes_once_to_each_device_and_its_largest_edge_counts() -> None:
-    graph = fork(3)
-    graph.edges["s", "1"]["bytes"] = 5000
-    schedule = run(graph, one_kind(2), [0, 1, 1, 1])
-    assert schedule.transfers.bytes.tolist() == [5000]
-    assert schedule.start_ns.tolist() == [0, 7000, 8000, 9000]
-
-
-def test_half_duplex_ports_let_a_later_transfer_pass_one_that_has_to_wait() -> None:
-    graph = new_graph("ports")
-    for name, cost in (("a", 1e-6), ("b", 2e-6), ("c", 3e-6)):
-        add_op(graph, name, cost_s={"*": cost}, output_bytes=9000)
-    for name in ("x", "y", "z"):
-        add_op(graph, name, cost_s={"*": 1e-6})
-    for source, target in ("ax", "by", "cz"):
+def senders(pairs: str, **costs_us: float) -> nx.DiGraph[str]:
+    """Return senders of 9000 bytes and ops of 1 us that read them: "ax bx" is a -> x and b -> x."""
+    graph = new_graph("senders")
+    for name, cost_us in costs_us.items():
+        add_op(graph, name, cost_s={"*": cost_us * 1e-6}, output_bytes=9000)
+    for pair in pairs.split():
+        source, target = pair[0], pair[1]
+        if target not in graph:
+            add_op(graph, target, cost_s={"*": 1e-6})
         add_edge(graph, source, target)
-    cluster = one_kind(4, sharing="egress", full_duplex=False)
-    # a: 0 -> 1 from 1 us to 11 us; b: 2 -> 1 needs port 1; c: 2 -> 3 is requested later, but free.
-    schedule = run(graph, cluster, [0, 2, 2, 1, 1, 3], [0, 1, 0, 0, 0, 0])
-    assert schedule.transfers.producer.tolist() == [0, 2, 1]
-    assert schedule.transfers.start_ns.tolist() == [1000, 5000, 15000]
+    return graph
 
 
 def nodes(**options: Any) -> Cluster:
@@ -78,38 +44,53 @@ def nodes(**options: Any) -> Cluster:
     return one_kind(4, ports=(("d0", "d1"), ("d2", "d3")), **options)
 
 
-def test_devices_of_a_node_share_its_network_card() -> None:
-    graph = new_graph("cards")
-    for name in ("a", "b"):
-        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=9000)
-    for source, target in (("a", "x"), ("b", "y")):
-        add_op(graph, target, cost_s={"*": 1e-6})
-        add_edge(graph, source, target)
-    # a on d0 and b on d1 send 10 us each to the other node, one after the other.
-    assert run(graph, nodes(), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 11000]
-    assert run(graph, one_kind(4), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 1000]
-    # In opposite directions they exclude each other only on a half-duplex card.
-    assert run(graph, nodes(), [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 1000]
-    half = nodes(full_duplex=False)
-    assert run(graph, half, [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 11000]
-    assert run(graph, nodes(), [0, 1, 1, 3]).step_ns == INFEASIBLE_NS  # no link inside a node
+UNEQUAL = fork(3)
+UNEQUAL.edges["s", "1"]["bytes"] = 5000
+PORTS = senders("ax by cz", a=1, b=2, c=3)
+CARDS = senders("ax by", a=1, b=1)
+INCAST = senders("ax bx cy", a=1, b=1, c=1)
+HALF: dict[str, Any] = {"full_duplex": False}
 
 
-def test_ingress_lets_a_receiver_take_one_transfer_at_a_time() -> None:
-    graph = new_graph("incast")
-    for name in "abc":
-        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=9000)
-    add_op(graph, "x", cost_s={"*": 1e-6})
-    add_op(graph, "y", cost_s={"*": 1e-6})
-    for source, target in ("ax", "bx", "cy"):
-        add_edge(graph, source, target)
-    where = [0, 1, 1, 2, 0]  # a: 0 -> 2; b: 1 -> 2 and, made after it, c: 1 -> 0
-    free = run(graph, one_kind(3), where)
-    assert free.transfers.start_ns.tolist() == [1000, 1000, 11000]
-    # b waits to enter d2; c overtakes it on the way out of d1, into d0, which only sends.
-    ingress = run(graph, one_kind(3, ingress=True), where)
-    assert ingress.transfers.producer.tolist() == [0, 2, 1]
-    assert ingress.transfers.start_ns.tolist() == [1000, 2000, 12000]
+@pytest.mark.parametrize(
+    ("graph", "cluster", "devices", "priority", "start_us"),
+    [
+        # A consumer elsewhere waits for latency and bytes: 1 us each.
+        (fork(1), one_kind(2), [0, 1], None, [0, 3]),
+        # Transfers from one device to two queue as the link says.
+        (fork(2), one_kind(3, sharing="none"), [0, 1, 2], None, [0, 3, 3]),
+        (fork(2), one_kind(3, sharing="pair"), [0, 1, 2], None, [0, 3, 3]),
+        (fork(2), one_kind(3, sharing="egress"), [0, 1, 2], None, [0, 3, 5]),
+        (fork(2), one_kind(3, sharing="bus"), [0, 1, 2], None, [0, 3, 5]),
+        # A link by priority serves the more urgent consumer first.
+        (fork(2), one_kind(3, order="priority"), [0, 1, 2], [0.0, 1.0, 2.0], [0, 5, 3]),
+        # An output goes once to each device, and its largest edge counts.
+        (UNEQUAL, one_kind(2), [0, 1, 1, 1], None, [0, 7, 8, 9]),
+        # a: 0 -> 1 at 1 us; b: 2 -> 1 needs port 1; c: 2 -> 3 is requested later, but free.
+        (PORTS, one_kind(4, **HALF), [0, 2, 2, 1, 1, 3], [0.0, 1.0, *[0.0] * 4],
+         [0, 0, 2, 11, 25, 15]),
+        # a on d0 and b on d1 send 10 us each to the other node, one after the other.
+        (CARDS, nodes(), [0, 1, 2, 3], None, [0, 0, 11, 21]),
+        (CARDS, one_kind(4), [0, 1, 2, 3], None, [0, 0, 11, 11]),
+        # In opposite directions they exclude each other only on a half-duplex card.
+        (CARDS, nodes(), [0, 2, 3, 1], None, [0, 0, 11, 11]),
+        (CARDS, nodes(**HALF), [0, 2, 3, 1], None, [0, 0, 11, 21]),
+        # a: 0 -> 2; b: 1 -> 2 and, made after it, c: 1 -> 0.
+        (INCAST, one_kind(3), [0, 1, 1, 2, 0], None, [0, 0, 1, 11, 21]),
+        # b waits to enter d2; c overtakes it on the way out of d1, into d0, which only sends.
+        (INCAST, one_kind(3, ingress=True), [0, 1, 1, 2, 0], None, [0, 0, 1, 22, 12]),
+    ],
+)  # fmt: skip
+def test_ops_start_when_calculated_by_hand(
+    graph: nx.DiGraph[str],
+    cluster: Cluster,
+    devices: list[int],
+    priority: list[float] | None,
+    start_us: list[int],
+) -> None:
+    schedule = run(graph, cluster, devices, priority)
+    assert schedule.start_ns.tolist() == [1000 * start for start in start_us]
+    assert schedule.step_ns == 1000 * (max(start_us) + 1)
 
 
 def test_peak_memory_counts_what_is_alive() -> None:
@@ -152,34 +133,47 @@ def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "priority", "message"),
+    ("devices", "message"),
     [
-        ([0, 5], [0.0, 0.0], "device 5 does not exist"),
-        ([0, -1], [0.0, 0.0], "device -1 does not exist"),
-        ([0], [0.0], r"must be \(B, 2\)"),
-        ([0, 0], [0.0], r"devices \(2,\) and priority \(1,\) differ in shape"),
-        ([0, 0], [0.0, math.nan], "not a finite number"),
+        ([0, 5], "device 5 does not exist"),
+        ([-5, 0], "device -5 does not exist"),
+        ([0, 2**32], "device 4294967296"),
+        ([0], r"must be \(B, 2\)"),
+        ([], r"devices \(0,\)"),
+        ([0.7, 1.2], "float64, not whole numbers"),
+        ([True, False], "bool"),
     ],
 )
-def test_arrays_that_name_no_placement_are_refused(
-    devices: list[int], priority: list[float], message: str
+@pytest.mark.parametrize(
+    "evaluate",
+    [
+        lambda problem, devices: Simulator(problem).step_ns(devices, np.zeros(len(devices))),
+        lambda problem, devices: Simulator(problem).run(devices, np.zeros(len(devices))),
+        max_load_ns,
+        loads_ns,
+        overload_reason,
+    ],
+)
+def test_devices_of_no_placement_are_refused(
+    evaluate: Callable[[Problem, Any], object], devices: list[Any], message: str
 ) -> None:
     problem, _, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
     with pytest.raises(ValueError, match=message):
-        Simulator(problem).step_ns(np.array(devices, np.int32), np.array(priority))
+        evaluate(problem, np.array(devices))
 
 
-def test_devices_that_are_not_whole_numbers_are_refused() -> None:
-    problem, devices, priority = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
-    halves: Any = devices + 0.5
-    with pytest.raises(ValueError, match="float64, not whole numbers"):
-        Simulator(problem).step_ns(halves, priority)
-
-
-@pytest.mark.parametrize("priority", [[0j, 1j], ["a", "b"]])
-def test_priorities_that_are_no_numbers_are_refused(priority: Any) -> None:
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ([0.0], r"devices \(2,\) and priority \(1,\) differ in shape"),
+        ([0.0, math.nan], "not a finite number"),
+        ([0j, 1j], "priorities are of type"),
+        (["a", "b"], "priorities are of type"),
+    ],
+)
+def test_priorities_of_no_placement_are_refused(priority: list[Any], message: str) -> None:
     problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
-    with pytest.raises(ValueError, match="priorities are of type"):
+    with pytest.raises(ValueError, match=message):
         Simulator(problem).step_ns(devices, np.array(priority))
 
 
@@ -188,17 +182,12 @@ def test_a_schedule_without_its_transfers_is_otherwise_the_same() -> None:
     simulator = Simulator(problem)
     whole = simulator.run(devices, priority)
     brief = simulator.run(devices, priority, transfers=False)
+    places, devices[1] = devices.tolist(), 0  # a change of the caller's array changes no schedule
+    assert brief.devices.tolist() == whole.devices.tolist() == places
     assert (len(whole.transfers), len(brief.transfers)) == (2, 0)
     assert brief.start_ns.tolist() == whole.start_ns.tolist()
     assert brief.peak_bytes.tolist() == whole.peak_bytes.tolist()
     assert brief.critical_chain() == whole.critical_chain()
-
-
-def test_a_schedule_keeps_its_devices_when_the_caller_changes_theirs() -> None:
-    problem, devices, priority = problem_of((fork(1), one_kind(2), [0, 1], [0.0, 0.0]))
-    schedule = Simulator(problem).run(devices, priority)
-    devices[1] = 0
-    assert schedule.devices.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("bandwidth", [1.0, 1e-9])
@@ -226,32 +215,3 @@ def test_the_backend_times_placements_and_explains_those_it_cannot_time() -> Non
     assert not refused.feasible
     assert refused.step_s == math.inf
     assert "not for 'fork'" in refused.why
-
-
-def test_the_backend_gives_the_same_answers_in_several_threads() -> None:
-    problem = random_problem(0, ops=20)
-    rows = np.random.default_rng(0).integers(0, 3, (40, 20))
-    placements = [
-        replace(
-            Placement.of(problem.graph, problem.cluster, row, np.zeros(20)),
-            micro_batches=1 + k % 2,
-        )
-        for k, row in enumerate(rows)
-    ]
-    one = Simulated(problem).evaluate(placements)
-    several = Simulated(problem, threads=3)
-    assert several.evaluate(placements) == several.evaluate(placements) == one
-    assert len({result.step_s for result in one}) > 5
-    with pytest.raises(ValueError, match="threads is 0"):
-        Simulated(problem, threads=0)
-
-
-def test_a_chain_of_many_ops_needs_no_recursion() -> None:
-    graph = new_graph("chain")
-    for i in range(20_000):
-        add_op(graph, str(i), cost_s={"*": 1e-6}, output_bytes=1)
-        if i:
-            add_edge(graph, str(i - 1), str(i))
-    devices = [i % 2 for i in range(20_000)]
-    cluster = one_kind(2, bandwidth_bytes_per_s=math.inf)
-    assert run(graph, cluster, devices).step_ns == 20_000 * 1000 + 19_999 * 1000
