@@ -57,7 +57,7 @@ def twin_graph(
         add(gate, last, k)
         for size in [name for name in whole.nodes[gate] if name.endswith("_bytes")]:
             whole.nodes[gate][size] = 0
-        whole.nodes[gate].update(gate=True, phase="forward")
+        whole.nodes[gate].update(phase="forward")
         add_edge(whole, copy(last, k - in_flight), gate, 0)
         for op in ids:
             if phase[op] == "forward" and graph.in_degree(op) == 0:
@@ -97,10 +97,9 @@ def twin_priority(
     place = {op: i for i, op in enumerate(graph)}
 
     def urgency(j: int) -> tuple[int, int, float, int]:
-        node = whole.nodes[names[j]]
-        kind = (
-            0 if "gate" in node else 1 + ["backward", "optimizer", "forward"].index(node["phase"])
-        )
+        phases = ["backward", "optimizer", "forward"]
+        is_gate = names[j].startswith("gate[")
+        kind = 0 if is_gate else 1 + phases.index(whole.nodes[names[j]]["phase"])
         return kind, batch[j], -own[origin[j]], place[origin[j]]
 
     names = list(whole)
