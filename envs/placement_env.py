@@ -14,9 +14,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.backend import Backend
-from envs.costs.roofline import load_devices
-from envs.hardware.cluster import Cluster, load_cluster
-from envs.hardware.discover import discover
+from envs.costs.roofline import cluster_of
+from envs.hardware.cluster import Cluster
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
 from envs.placement import Placement
 from envs.problem import Problem, toy_problem
@@ -110,7 +109,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         if workload is not None:
             from graphs.extract import extract  # imports torch
 
-            devices = devices_of(cluster, memory)
+            devices = cluster_of(cluster, memory)
             runtime = runtime_for(extract(workload), devices, overlap=overlap)
             pool = [costed_problem(runtime, devices)]
         elif graph is not None:
@@ -277,22 +276,5 @@ def problem_of(graph: nx.DiGraph[str] | str | Path, cluster: Cluster | str | Pat
         ValueError: a file is invalid, there is no cluster, or the graph has no costs for a device.
         OSError: a file cannot be read.
     """
-    if cluster == "auto":
-        raise ValueError("a graph has no devices of its own: give a cluster or a cluster.toml file")
-    own = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster))
     known = load_graph(Path(graph)) if isinstance(graph, str | Path) else graph
-    return Problem.of(GraphArrays.from_graph(known), own)
-
-
-def devices_of(cluster: Cluster | str | Path, memory: Mapping[str, int] | None = None) -> Cluster:
-    """Return the devices to run a workload on: a cluster, its file, or names of devices here.
-
-    Raises:
-        ValueError: a file or a device is invalid, or ``memory`` limits devices that have limits.
-        OSError: the file cannot be read.
-    """
-    if isinstance(cluster, str) and not cluster.endswith(".toml"):
-        return discover(cluster, memory)
-    if memory:
-        raise ValueError("a cluster says how much memory its devices have: leave memory out")
-    return cluster if isinstance(cluster, Cluster) else load_devices(Path(cluster))
+    return Problem.of(GraphArrays.from_graph(known), cluster_of(cluster, has_costs=True))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import networkx as nx
 
+from envs.costs.roofline import cluster_of
 from graphs.extract import AUTO
 from placer.costed_step import costed_step
 from placer.evaluation import (
@@ -342,7 +343,6 @@ def train(
         WorkerError: the devices cannot run the model.
         OSError: a file cannot be read or written.
     """
-    from envs.placement_env import devices_of
     from placer.policies.training import Length, config_of
     from placer.policies.training import train as train_policy
 
@@ -356,6 +356,6 @@ def train(
     )
     if chosen.algorithm != "ppo":
         raise ValueError("a policy that chooses devices op by op cannot propose: use placer train")
-    measured = None if workload is None else (workload, devices_of(devices))
+    measured = None if workload is None else (workload, cluster_of(devices))
     train_policy(Path(out), chosen, measured=measured, fresh=fresh)
     return load(str(out))

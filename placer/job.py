@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import networkx as nx
 
 from envs.backend import Backend
+from envs.costs.roofline import cluster_of
 from envs.hardware.byte_size import parse_bytes
-from envs.hardware.cluster import Cluster, load_cluster
-from envs.hardware.discover import discover, is_here
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import is_here
 from envs.replication import Replication
 from graphs.extract import AUTO
 from graphs.selection import ConstraintError, keep_together, pin
@@ -237,7 +238,7 @@ class Job:
         Args:
             source: a workload, a graph with known costs, or a target of the command line, such as
                 the path of a graph file.
-            devices: see :func:`cluster_of`.
+            devices: see :func:`envs.costs.roofline.cluster_of`.
             search: how to search, by default for 20 seconds.
             constraints: what placements must keep to.
             replicas: number of replicas, or "auto".
@@ -280,39 +281,6 @@ class Job:
         progress.stage("Loading the model")
         weights = any(map(is_here, self.cluster.names))
         return replace(self, source=self.source.load(weights=weights))
-
-
-def cluster_of(
-    devices: str | Path | Cluster,
-    memory: Mapping[str, int] | None = None,
-    *,
-    has_costs: bool = False,
-) -> Cluster:
-    """Return the devices to place on.
-
-    Args:
-        devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, a cluster file
-            (a path, or text that ends in ``.toml``) or a Cluster.
-        memory: {device name: bytes} that may be used of named devices.
-        has_costs: whether op costs are known, so that the devices may be anywhere.
-
-    Raises:
-        ValueError: a device does not exist, or the arguments contradict each other.
-        OSError: the cluster file cannot be read.
-    """
-    if isinstance(devices, str) and not devices.endswith(".toml"):
-        if has_costs:
-            raise ValueError("a graph has no devices of its own: give a cluster, or its file")
-        return discover(devices, memory)
-    if memory:
-        raise ValueError("a cluster says how much memory its devices have: leave memory out")
-    if isinstance(devices, Cluster):
-        return devices
-    if has_costs:
-        return load_cluster(Path(devices))
-    from envs.costs.roofline import load_devices
-
-    return load_devices(Path(devices))
 
 
 def _has_costs(source: Source) -> bool:

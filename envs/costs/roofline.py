@@ -9,7 +9,7 @@ model computes in. Rates achieved in practice predict better than those of the d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from envs.hardware.cluster import Cluster, Device, load_cluster
 from envs.hardware.discover import (
     check_cores,
     check_devices,
+    discover,
     is_here,
     is_local_core_set,
     missing_reason,
@@ -73,19 +74,39 @@ def check_cluster(cluster: Cluster) -> None:
     check_rates([device for device in cluster.devices if not is_local_core_set(device.name)])
 
 
-def load_devices(path: Path) -> Cluster:
-    """Read a cluster file whose devices can run the ops of a model, really or simulated.
+def cluster_of(
+    devices: str | Path | Cluster,
+    memory: Mapping[str, int] | None = None,
+    *,
+    has_costs: bool = False,
+) -> Cluster:
+    """Return the devices to place on.
+
+    Args:
+        devices: a cluster, a cluster file (a path, or text that ends in ``.toml``), or names of
+            devices of this machine, see :func:`envs.hardware.discover.discover`.
+        memory: {device name: bytes} that may be used of named devices.
+        has_costs: whether op costs are known, so that the devices may be anywhere.
 
     Raises:
-        ValueError: it is not a cluster file, or :func:`check_cluster` rejects it; the message
-            starts with the path.
-        OSError: it cannot be read.
+        ValueError: a device does not exist or has no rates, the file is not a cluster file, or the
+            arguments contradict each other.
+        OSError: the file cannot be read.
     """
-    cluster = load_cluster(path)
-    try:
-        check_cluster(cluster)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    if isinstance(devices, str) and not devices.endswith(".toml"):
+        if has_costs:
+            raise ValueError("a graph has no devices of its own: give a cluster, or its file")
+        return discover(devices, memory)
+    if memory:
+        raise ValueError("a cluster says how much memory its devices have: leave memory out")
+    if isinstance(devices, Cluster):
+        return devices
+    cluster = load_cluster(Path(devices))
+    if not has_costs:
+        try:
+            check_cluster(cluster)
+        except ValueError as error:
+            raise ValueError(f"{devices}: {error}") from error
     return cluster
 
 

@@ -140,7 +140,7 @@ def _why_not(args: argparse.Namespace) -> str | None:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from placer.job import cluster_of
+    from envs.costs.roofline import cluster_of
 
     return cluster_of(args.cluster or args.devices or "core:0")
 

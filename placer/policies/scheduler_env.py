@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
+from envs.costs.roofline import cluster_of
 from envs.hardware.cluster import Cluster
 from envs.partial_schedule import PartialSchedule, schedule_chart
-from envs.placement_env import devices_of, problem_of
+from envs.placement_env import problem_of
 from envs.problem import toy_problem
 from envs.runtime import BACKENDS, costed_problem, runtime_for
 from envs.simulator import Simulator
@@ -87,14 +88,14 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
                 raise ValueError('backend "measured" runs a model: give a workload')
             from placer.policies.measured_decoders import MeasuredDecoders
 
-            measured = MeasuredDecoders.of(workload, devices_of(cluster, memory))
+            measured = MeasuredDecoders.of(workload, cluster_of(cluster, memory))
             self.decoders: Decoders = measured
             self.pool = [measured.item]
         else:
             if workload is not None:
                 from graphs.extract import extract  # imports torch
 
-                devices = devices_of(cluster, memory)
+                devices = cluster_of(cluster, memory)
                 runtime = runtime_for(extract(workload), devices)
                 pool = [exercise(costed_problem(runtime, devices))]
             elif graph is not None:

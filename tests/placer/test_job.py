@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import placer
+from envs.costs.roofline import cluster_of
 from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import load_graph, save_graph
 from placer.cli.main import main
-from placer.job import Job, cluster_of
+from placer.job import Job
 from placer.placers import registry
 from placer.placers.rules import Heft, Turns
 
