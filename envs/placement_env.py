@@ -21,7 +21,7 @@ from envs.placement import Placement
 from envs.problem import Problem, toy_problem
 from envs.runtime import backend_named, costed_problem, runtime_for
 from envs.simulator import Simulated
-from graphs.graph import GraphArrays
+from graphs.graph import GraphArrays, completed
 from graphs.graph_file import load_graph
 
 if TYPE_CHECKING:
@@ -276,5 +276,5 @@ def problem_of(graph: nx.DiGraph[str] | str | Path, cluster: Cluster | str | Pat
         ValueError: a file is invalid, there is no cluster, or the graph has no costs for a device.
         OSError: a file cannot be read.
     """
-    known = load_graph(Path(graph)) if isinstance(graph, str | Path) else graph
+    known = load_graph(Path(graph)) if isinstance(graph, str | Path) else completed(graph)
     return Problem.of(GraphArrays.from_graph(known), cluster_of(cluster, has_costs=True))

@@ -68,8 +68,9 @@ def optimize(
         placer.optimize("graph.json", "cluster.toml")
 
     Args:
-        model: the model, which is not changed; a workload; a graph with known costs; or a file of
-            such a graph, or another target of ``placer optimize``.
+        model: the model, which is not changed; a workload; a graph with known costs, a
+            networkx.DiGraph with the attributes of graph.json, of which only ``cost_s`` is
+            required; or a file of such a graph, or another target of ``placer optimize``.
         example_inputs: of a model: a tensor, a tuple of positional arguments or a dict of keyword
             arguments; the placement holds for steps with these shapes. Of anything else: the
             devices.
@@ -162,7 +163,7 @@ def extract(
         progress: show progress on stderr.
 
     Returns:
-        The graph; :class:`placer.Graph` describes its attributes.
+        The graph, with the attributes of graph.json.
 
     Raises:
         ExtractionError: no extractor accepts the model, or it is on the meta device.

@@ -20,6 +20,7 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here
 from envs.replication import Replication
 from graphs.extract import AUTO
+from graphs.graph import completed
 from graphs.selection import ConstraintError, keep_together, pin
 from placer.placers import DEFAULT, asks_policy, placer_named
 from placer.placers.objectives import Objective
@@ -249,7 +250,10 @@ class Job:
             ValueError: a value is invalid, does not exist, or contradicts another.
             OSError: a file cannot be read.
         """
-        source = Target(name=str(source)) if isinstance(source, str | Path) else source
+        if isinstance(source, nx.DiGraph):
+            source = completed(source)
+        elif isinstance(source, str | Path):
+            source = Target(name=str(source))
         constraints = constraints or Constraints()
         if replicas is not None:
             replicas = Replication.of(replicas)

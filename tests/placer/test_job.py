@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from torch import nn
@@ -84,6 +85,22 @@ def test_a_graph_is_placed_from_python_as_from_the_command_line(
             progress=False,
         )
         assert found.placement.to_dict() == json.loads(out.read_text())
+
+
+def test_a_graph_made_by_hand_needs_costs_only() -> None:
+    graph: placer.Graph = nx.DiGraph()
+    for name in ("read", "left", "right", "join"):
+        graph.add_node(name, cost_s={"*": 1e-3})
+    graph.add_edges_from([("read", "left"), ("read", "right", {"bytes": 100})])
+    graph.add_edges_from([("left", "join"), ("right", "join")])
+    found = placer.optimize(graph, CLUSTER, budget="50e", progress=False)
+    assert 3e-3 < found.best.predicted_s < 3.1e-3
+    assert placer.evaluate(found.placement, graph, CLUSTER, progress=False).step_s == pytest.approx(
+        found.best.predicted_s
+    )
+    graph.add_node("other", flop=1)
+    with pytest.raises(ValueError, match="op 'other'"):
+        placer.optimize(graph, CLUSTER, budget="50e", progress=False)
 
 
 @pytest.mark.parametrize(
