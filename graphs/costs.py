@@ -21,10 +21,10 @@ def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
 
     As with the costs themselves, ``"*"`` covers the kinds that are not named.
     """
-    own = attributes_of(graph, op_id)
-    known = kind if kind in own["cost_s"] else ANY_KIND
+    node = attributes_of(graph, op_id)
+    known = kind if kind in node["cost_s"] else ANY_KIND
     of_kind: Mapping[str, str] = graph.graph.get("cost_source", {})
-    return own["cost_source"].get(known, of_kind.get(known, ""))
+    return node["cost_source"].get(known, of_kind.get(known, ""))
 
 
 def with_costs(
@@ -37,28 +37,25 @@ def with_costs(
     Where a cost is nan, the op's costs stay as they were. ``sources`` gives the source of each
     kind's costs, one text for all ops or one per op: the most frequent one becomes that of the
     kind, ops with another carry their own.
-
-    Raises:
-        ValueError: a kind has more or fewer costs or sources than the graph has ops.
     """
     costed: nx.DiGraph[str] = graph.copy()
     of_kind: dict[str, str] = dict(graph.graph.get("cost_source", {}))
     for kind, seconds in costs_s.items():
         source = sources[kind]
-        own = [source] * len(costed) if isinstance(source, str) else source
-        for what, count in (("costs", len(seconds)), ("sources", len(own))):
+        source_of = [source] * len(costed) if isinstance(source, str) else source
+        for what, count in (("costs", len(seconds)), ("sources", len(source_of))):
             if count != len(costed):
                 raise ValueError(
                     f"{count} {what} for kind {kind!r}, but the graph has {len(costed)} ops"
                 )
-        of_kind[kind] = Counter(own).most_common(1)[0][0] if own else ""
-        for op_id, cost_s, told in zip(costed, seconds.tolist(), own, strict=True):
+        of_kind[kind] = Counter(source_of).most_common(1)[0][0] if source_of else ""
+        for op_id, cost_s, text in zip(costed, seconds.tolist(), source_of, strict=True):
             known = attributes_of(costed, op_id)
-            further = {k: text for k, text in known["cost_source"].items() if k != kind}
+            further = {k: other for k, other in known["cost_source"].items() if k != kind}
             if math.isnan(cost_s):
                 continue
-            if told != of_kind[kind]:
-                further[kind] = told
+            if text != of_kind[kind]:
+                further[kind] = text
             costed.nodes[op_id]["cost_s"] = {**known["cost_s"], kind: cost_s}
             costed.nodes[op_id]["cost_source"] = further
     costed.graph["cost_source"] = of_kind
@@ -75,9 +72,6 @@ def with_part_of_batch(graph: nx.DiGraph[str], parts: int | Fraction) -> nx.DiGr
     Costs and activations of forward and backward ops are divided; optimizer ops stay as they are.
     Divided times are too low for ops that do not depend on the batch, or that need a large batch to
     use their device.
-
-    Raises:
-        ValueError: ``parts`` is not above 0.
     """
     if parts <= 0:
         raise ValueError(f"a batch is divided by {parts}, not above 0")
@@ -179,11 +173,11 @@ def _dearest(
 def critical_path_s(graph: GraphArrays, cost_s: NDArray[np.float64]) -> float:
     """Return the seconds of the longest path through a graph, given the cost (N,) of every op."""
     start, successors = graph.successor_start.tolist(), graph.successors.tolist()
-    own: list[float] = cost_s.tolist()
+    costs_s: list[float] = cost_s.tolist()
     begins = [0.0] * len(graph)
     longest = 0.0
     for i in graph.topological.tolist():
-        ends = begins[i] + own[i]
+        ends = begins[i] + costs_s[i]
         longest = max(longest, ends)
         for v in successors[start[i] : start[i + 1]]:
             begins[v] = max(begins[v], ends)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import platform
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +23,7 @@ LONGEST_LABEL: Final = 100
 
 
 def read_limited(path: Path, largest_bytes: int) -> bytes:
-    """Return the content of a file or pipe of at most ``largest_bytes``.
-
-    Raises:
-        ValueError: it is larger; a regular file is refused before it is read.
-        OSError: it cannot be read.
-    """
+    """Return the content of a file or pipe of at most ``largest_bytes``."""
     with path.open("rb") as file:
         size = path.stat().st_size
         if size <= largest_bytes:  # 0 for a pipe
@@ -46,34 +39,21 @@ def read_limited(path: Path, largest_bytes: int) -> bytes:
     return content
 
 
-def checksum(text: str, parts: Mapping[str, memoryview]) -> str:
-    """Return a checksum of a text and named parts, to detect damaged files.
-
-    It does not protect against deliberate changes.
-    """
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(parts):
-        digest.update(f"\0{name}\0{parts[name].nbytes}\0".encode())
-        digest.update(parts[name])
-    return digest.hexdigest()
-
-
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file such that readers, also after a crash, find the old or the new content.
 
     A symbolic link is kept, and its target is written. Text is written as UTF-8. A file that is
     replaced keeps its mode; a new ``private`` one can be read by the user alone.
-
-    Raises:
-        OSError: it cannot be written, exists and is no regular file, or is a symbolic link of
-            another user; carries the file's name.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
         target = written_file(path)
-        with _opened(target.parent, os.O_PATH | os.O_DIRECTORY) as folder:
+        folder = os.open(target.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             _remove_stale(target.parent, folder, target.name)
             _replace(folder, target.name, data, 0o600 if private else 0o666)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -83,10 +63,6 @@ def written_file(path: Path) -> Path:
 
     Links among its folders are left to the kernel, which does not follow those of other users in
     folders that everyone may write to.
-
-    Raises:
-        OSError: a link is another user's, who could have a file of yours replaced; or links form a
-            cycle.
     """
     for _ in range(MOST_LINKS):
         try:
@@ -107,28 +83,10 @@ def partial_name(name: str) -> str:
 
 
 def _replace(folder: int, name: str, data: bytes, mode: int) -> None:
+    """Write a partial file and rename it when it is complete."""
     old = _existing(folder, name)
-    with suppress(OSError):  # not every file system has unnamed files
-        _write_and_rename(folder, name, data, mode, old, first_unnamed=True)
-        return
-    _write_and_rename(folder, name, data, mode, old, first_unnamed=False)
-
-
-def _write_and_rename(
-    folder: int,
-    name: str,
-    data: bytes,
-    mode: int,
-    old: os.stat_result | None,
-    *,
-    first_unnamed: bool,
-) -> None:
-    """Write a partial file, which is named at once or when it is complete, and rename it.
-
-    An unnamed file vanishes if its writer is killed.
-    """
     partial = partial_name(name)
-    file = _unnamed(folder, mode) if first_unnamed else _named(folder, partial, mode)
+    file = _created(folder, partial, mode)
     try:
         with os.fdopen(file, "wb") as writer:
             writer.write(data)
@@ -136,8 +94,6 @@ def _write_and_rename(
             if old is not None:
                 _take_mode(file, old)
             os.fsync(file)
-            if first_unnamed:  # dst_dir_fd makes it follow the link in /proc
-                os.link(f"/proc/self/fd/{file}", partial, dst_dir_fd=folder)
             os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -147,34 +103,24 @@ def _write_and_rename(
 
 def _existing(folder: int, name: str) -> os.stat_result | None:
     try:
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        old = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(old.st_mode):
         raise OSError(errno.EINVAL, "Not a regular file")  # replacing it would remove a device
-    return found
+    return old
 
 
-def _unnamed(folder: int, mode: int) -> int:
-    file = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode, dir_fd=folder)
-    _lock(file)
-    return file
-
-
-def _named(folder: int, partial: str, mode: int) -> int:
+def _created(folder: int, partial: str, mode: int) -> int:
+    """Return a new file, locked to show other writers that this one is alive."""
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
     while True:
         file = os.open(partial, flags, mode, dir_fd=folder)
-        _lock(file)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:  # otherwise another writer removed it before it was locked
             return file
         os.close(file)
-
-
-def _lock(file: int) -> None:
-    """Show other writers that this one is alive, where the file system has locks."""
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _remove_stale(parent: Path, folder: int, name: str) -> None:
@@ -218,15 +164,6 @@ def _take_mode(file: int, old: os.stat_result) -> None:
     os.fchmod(file, mode)
 
 
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
 def _readable(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"
 
@@ -242,7 +179,7 @@ def missing_file(path: Path) -> str:
     return f"there is no file {path}" + suggestion(path.name, neighbours)
 
 
-def why_not_read(error: OSError) -> str:
+def file_error_message(error: OSError) -> str:
     """Return a message for an OSError, with the file if the error names one."""
     if error.strerror is None:
         return str(error)

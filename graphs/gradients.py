@@ -41,14 +41,11 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
     output; else the last backward op. Without a backward pass an op stands for forward and backward
     together and produces its own gradient; the order is then that of the ops.
 
-    Args:
-        graph: graph of the step.
-        known: {op that parameters live with: ops that produce their gradients}, as
-            :func:`graphs.extract.placeable.gradient_makers` finds them; ops that are not in the
-            graph are ignored.
+    ``known`` maps ops that parameters live with to those that produce their gradients, see
+    :func:`graphs.extract.placeable.gradient_makers`; ops that are not in the graph are ignored.
     """
-    own = graph.gradient_bytes if graph.gradient_bytes.any() else graph.parameter_bytes
-    homes = np.flatnonzero(own)
+    sizes = graph.gradient_bytes if graph.gradient_bytes.any() else graph.parameter_bytes
+    homes = np.flatnonzero(sizes)
     is_backward = graph.phase == PHASES.index("backward")
     if not is_backward.any():
         makers: Sequence[tuple[int, ...]] = [(home,) for home in homes.tolist()]
@@ -58,7 +55,7 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
         makers = [search.of(home) for home in homes.tolist()]
     return Gradients(
         home=frozen(homes.astype(np.int32)),
-        size_bytes=frozen(own[homes].astype(np.int64)),
+        size_bytes=frozen(sizes[homes].astype(np.int64)),
         makers=tuple(makers),
     )
 
@@ -91,8 +88,8 @@ class _Makers:
     def of(self, home: int) -> tuple[int, ...]:
         graph = self.graph
         known = self.known.get(graph.ids[home], ())
-        if found := tuple(self.index[op_id] for op_id in known if op_id in self.index):
-            return found
+        if makers := tuple(self.index[op_id] for op_id in known if op_id in self.index):
+            return makers
         mirror = self.index.get(backward_id(graph.ids[home]))
         if mirror is not None and graph.ops[mirror] == f"{graph.ops[home]}_backward":
             return (mirror,)

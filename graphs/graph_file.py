@@ -46,23 +46,12 @@ _EDGE_KEYS: Final = frozenset({"source", "target", "bytes"})
 
 
 def load_graph(path: Path) -> nx.DiGraph[str]:
-    """Read a graph file.
-
-    Raises:
-        ValueError: it is not JSON or not a graph; the message starts with the file and the path of
-            the fault in it, such as ``nodes[3].output_bytes``.
-        OSError: it cannot be read.
-    """
+    """Read a graph file."""
     return load_checked(path, graph_from_dict)
 
 
 def save_graph(graph: nx.DiGraph[str], path: Path) -> None:
-    """Write a graph file atomically, one op or edge per line.
-
-    Raises:
-        ValueError: the graph is not valid, or has texts that cannot be printed.
-        OSError: the file cannot be written.
-    """
+    """Write a graph file atomically, one op or edge per line."""
     data = graph_to_dict(graph)
     check_printable(data)
     rows = {name: data.pop(name) for name in ("nodes", "edges")}
@@ -77,9 +66,6 @@ def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
     """Return the content of a graph file; :func:`graph_from_dict` restores the same graph.
 
     Attributes at their defaults are left out; edges always have ``bytes``.
-
-    Raises:
-        ValueError: the graph has a cycle.
     """
     topological_order(graph)
     data: dict[str, Any] = {"format": FORMAT, "name": str(graph.graph.get("name", ""))}
@@ -94,12 +80,7 @@ def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
 
 
 def graph_from_dict(data: object) -> nx.DiGraph[str]:
-    """Build a graph from the parsed content of a graph file.
-
-    Raises:
-        ValueError: unknown, missing or repeated keys, values of a wrong type or out of range, two
-            ops with the same id, an edge without its ops, or a cycle. The message says where.
-    """
+    """Build a graph from the parsed content of a graph file."""
     top = fields(data, "", _GRAPH_KEYS, required=("format", "nodes"))
     if top["format"] != FORMAT:
         shown = reprlib.repr(top["format"])

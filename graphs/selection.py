@@ -25,9 +25,6 @@ def matching(graph: nx.DiGraph[str], pattern: str) -> list[str]:
 
     A pattern is an op id, a module path, or a glob of either (``*``, ``?``, ``[...]``). A module
     stands for all ops inside it, and ``layers.3.*`` matches the module ``layers.3`` itself, too.
-
-    Raises:
-        ConstraintError: nothing matches; the message suggests similar names.
     """
     whole_module = pattern.removesuffix(".*")
     glob = re.compile(fnmatch.translate(pattern))
@@ -46,10 +43,10 @@ def matching(graph: nx.DiGraph[str], pattern: str) -> list[str]:
         module = attributes_of(graph, op_id)["module"]
         return module != "" and in_module(module)
 
-    found = [op_id for op_id in graph if named(op_id)]
-    if not found:
+    ops = [op_id for op_id in graph if named(op_id)]
+    if not ops:
         raise ConstraintError(_nothing_matches(graph, pattern))
-    return found
+    return ops
 
 
 def _nothing_matches(graph: nx.DiGraph[str], pattern: str) -> str:
@@ -70,7 +67,7 @@ def _and_outer(modules: Iterable[str]) -> Iterable[str]:
 
 
 KEPT: Final = "kept together: "
-WHY: Final[Mapping[str, str]] = {
+GROUP_REASONS: Final[Mapping[str, str]] = {
     "parameter ": "a parameter has one home, with all that read or update it",
     "state ": "a tied parameter or state that the step changes has one home",
     "tensor of ": "views of a part stay with their tensor",
@@ -83,13 +80,7 @@ WHY: Final[Mapping[str, str]] = {
 def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
     """Return a copy of a graph in which the matching ops may only run on the given device.
 
-    Args:
-        graph: any graph.
-        devices: {op id, module path or glob: device name}, see :func:`matching`.
-
-    Raises:
-        ConstraintError: a pattern matches nothing, two patterns pin one op or one co-location group
-            to different devices, or the graph does not allow the device for an op.
+    ``devices`` is {op id, module path or glob: device name}, see :func:`matching`.
     """
     pinned: nx.DiGraph[str] = graph.copy()
     pinned_by: dict[str, str] = {}
@@ -123,11 +114,13 @@ def _check_groups(
             continue
         other = first.setdefault(group, pattern)
         if devices[other] != devices[pattern]:
-            why = next((f" ({why})" for start, why in WHY.items() if group.startswith(start)), "")
+            reason = next(
+                (f" ({why})" for start, why in GROUP_REASONS.items() if group.startswith(start)), ""
+            )
             raise ConstraintError(
                 f"{other!r} is pinned to {devices[other]} and {pattern!r} to {devices[pattern]}, "
                 f"but ops of both are in the co-location group {group!r}, which shares one "
-                f"device{why}; pin them to the same device"
+                f"device{next(reasons, '')}; pin them to the same device"
             )
 
 
@@ -135,9 +128,6 @@ def keep_together(graph: nx.DiGraph[str], patterns: Sequence[str]) -> nx.DiGraph
     """Return a copy of a graph in which the ops that match one pattern share a device.
 
     Patterns that overlap, and co-location groups that a pattern touches, become one group.
-
-    Raises:
-        ConstraintError: a pattern matches nothing.
     """
     kept: nx.DiGraph[str] = graph.copy()
     for pattern in patterns:

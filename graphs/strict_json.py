@@ -1,4 +1,4 @@
-"""Strict reading of JSON and TOML that other tools write too: errors name the faulty value.
+"""Strict reading of JSON and TOML that other tools write too: a ValueError names the faulty value.
 
 ``where`` is always the path of a value within its file, such as ``nodes[3].cost_s``; "" is the file
 itself.
@@ -48,14 +48,8 @@ class _Repeating(dict[str, Any]):
 
 
 def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
-    """Return the result of ``parse`` on the content of a JSON file.
-
-    Raises:
-        ValueError: it is not JSON, is larger than 0.5 GB, or ``parse`` refuses it; the message
-            starts with the file.
-        OSError: it cannot be read.
-    """
-    with _told_of(path):
+    """Return the result of ``parse`` on the content of a JSON file."""
+    with _errors_naming(path):
         text = read_limited(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
         if not text or text.isspace():
             raise ValueError("the file is empty")
@@ -66,14 +60,8 @@ def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
 
 
 def load_toml(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-    """Return the result of ``parse`` on the content of a TOML file.
-
-    Raises:
-        ValueError: it is not TOML, is larger than 1 MB, or ``parse`` refuses it; the message starts
-            with the file.
-        OSError: it cannot be read.
-    """
-    with _told_of(path):
+    """Return the result of ``parse`` on the content of a TOML file."""
+    with _errors_naming(path):
         text = read_limited(path, LARGEST_TOML_BYTES).decode()
         if _LONG_KEY.search(text):  # tomllib is quadratic in the parts
             raise ValueError(f"more than {MOST_PARTS} names are joined by dots")
@@ -86,10 +74,6 @@ def parse_json(text: str, parse: Callable[[object], Parsed], *, printable: bool 
     """Return the result of ``parse`` on JSON whose objects have no repeated keys.
 
     With ``printable`` False its texts may have any characters, since they are never shown.
-
-    Raises:
-        ValueError: it is not JSON, is nested too deeply, repeats a key, has a text that cannot be
-            printed, or ``parse`` refuses it.
     """
     repeating: list[_Repeating] = []
 
@@ -97,10 +81,10 @@ def parse_json(text: str, parse: Callable[[object], Parsed], *, printable: bool 
         made = dict(pairs)
         if len(made) == len(pairs):
             return made
-        repeating.append(found := _Repeating(made))
+        repeating.append(table := _Repeating(made))
         counts = Counter(key for key, _ in pairs)
-        found.repeated = next(key for key, count in counts.items() if count > 1)
-        return found
+        table.repeated = next(key for key, count in counts.items() if count > 1)
+        return table
 
     try:
         content = json.loads(text, object_pairs_hook=object_of)
@@ -141,7 +125,7 @@ def _shortened(text: str, longest: int) -> str:
 
 
 @contextmanager
-def _told_of(path: Path) -> Iterator[None]:
+def _errors_naming(path: Path) -> Iterator[None]:
     """Prefix the message of errors raised inside with the file."""
     try:
         yield
@@ -157,26 +141,18 @@ def _told_of(path: Path) -> Iterator[None]:
 def fields(
     value: object, where: str, known: frozenset[str], required: Iterable[str]
 ) -> dict[str, Any]:
-    """Return an object whose keys are among ``known``, the ``required`` ones present.
-
-    Raises:
-        ValueError: it is not.
-    """
-    found = table(value, where)
-    if not known.issuperset(found):
-        key = next(key for key in found if key not in known)
+    """Return an object whose keys are among ``known``, the ``required`` ones present."""
+    content = table(value, where)
+    if not known.issuperset(content):
+        key = next(key for key in content if key not in known)
         raise ValueError(f"unknown key {inside(where, key)}{suggestion(key, sorted(known))}")
-    if missing := [key for key in required if key not in found]:
+    if missing := [key for key in required if key not in content]:
         raise ValueError(f"{where or 'the file'} lacks {', '.join(missing)}")
-    return found
+    return content
 
 
 def table(value: object, where: str) -> dict[str, Any]:
-    """Return an object with any keys, none of them repeated.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return an object with any keys, none of them repeated."""
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'the file'} is {reprlib.repr(value)}, not an object")
     if isinstance(value, _Repeating):
@@ -185,33 +161,21 @@ def table(value: object, where: str) -> dict[str, Any]:
 
 
 def array(value: object, where: str) -> list[object]:
-    """Return a list.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a list."""
     if not isinstance(value, list):
         raise ValueError(f"{where} is {reprlib.repr(value)}, not a list")
     return value
 
 
 def text(value: object, where: str) -> str:
-    """Return a string.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a string."""
     if not isinstance(value, str):
         raise ValueError(f"{where} is {reprlib.repr(value)}, not a string")
     return value
 
 
 def number(value: object, where: str) -> float:
-    """Return a number as float, possibly not finite.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a number as float, possibly not finite."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{where} is {reprlib.repr(value)}, not a number")
     try:
@@ -221,23 +185,15 @@ def number(value: object, where: str) -> float:
 
 
 def whole(value: object, where: str) -> int:
-    """Return a whole number; 3.0 is one too.
-
-    Raises:
-        ValueError: it is not.
-    """
-    given = number(value, where)
-    if not (math.isfinite(given) and given == int(given)):
-        raise ValueError(f"{where} is {given}, not a whole number")
-    return value if isinstance(value, int) else int(given)
+    """Return a whole number; 3.0 is one too."""
+    size = number(value, where)
+    if not (math.isfinite(size) and size == int(size)):
+        raise ValueError(f"{where} is {size}, not a whole number")
+    return value if isinstance(value, int) else int(size)
 
 
 def within(value: float, low: float, high: float, where: str) -> None:
-    """Check that a number is in a range, both ends included.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a number is in a range, both ends included."""
     if not low <= value <= high:
         ends = [end if isinstance(end, int) else f"{end:g}" for end in (low, high)]
         raise ValueError(f"{where} is {reprlib.repr(value)}, not within {ends[0]} .. {ends[1]}")

@@ -79,12 +79,7 @@ class Limits:
 
     @classmethod
     def of(cls, graph: GraphArrays) -> Limits:
-        """Compute the limits of a graph's ops.
-
-        Raises:
-            ValueError: the ops of a co-location group have no device, or no device kind with costs,
-                in common.
-        """
+        """Compute the limits of a graph's ops."""
         kinds = sorted({*graph.cost_s, ANY_KIND})
         known = np.stack([~np.isnan(graph.costs_for(kind)) for kind in kinds], axis=1)
         devices = list(graph.allowed)
@@ -167,9 +162,6 @@ class Coarsened:
 
         Priorities count down from N to 1: groups by descending priority, ties by index as in the
         simulator, and the ops of a group in topological order.
-
-        Raises:
-            ValueError: the number of devices or priorities is not the number of groups.
         """
         count = len(self)
         if devices_of_groups.shape != (count,) or priority_of_groups.shape != (count,):
@@ -195,19 +187,10 @@ def coarsen(
 ) -> Coarsened:
     """Merge ops into groups, deterministically; the graph between groups is acyclic.
 
-    Args:
-        graph: any graph; it is not changed.
-        most_groups: maximum number of groups; None for no limit.
-        least_cost_s: ops that cost at most this join their only predecessor or successor.
-        keep_together: op ids, module paths or globs such as ``layers.3.*``; the ops that match one
-            of them share a device, see :func:`graphs.selection.keep_together`.
-        kind: device kind whose costs decide which ops are cheap and balance the groups; None for
-            the lowest known cost of each op.
-
-    Raises:
-        ValueError: the graph is not valid, a pattern matches nothing, no costs are known for the
-            kind, ops that must share a device cannot, ``least_cost_s`` is negative, or phases and
-            allowed devices need more than ``most_groups`` groups.
+    Ops that cost at most ``least_cost_s`` join their only predecessor or successor. Ops that match
+    one pattern of ``keep_together`` share a device, see :func:`graphs.selection.keep_together`. The
+    costs on ``kind`` (default: the lowest known cost of each op) decide which ops are cheap, and
+    balance the groups.
     """
     if most_groups is not None and most_groups < 1:
         raise ValueError(f"most_groups is {most_groups}; give 1 or more")

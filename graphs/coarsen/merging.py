@@ -253,12 +253,8 @@ def cut(
     class and ends where the order jumps to another branch or, if there is no such place, where the
     fewest bytes pass. All edges between pieces point forward in the order, so no cycle can arise.
 
-    Args:
-        graph: N ops.
-        group_of: (N,), the groups to merge, without cycles between them.
-        classes: (N,), only ops of one class share a piece; all ops of a group are of one class.
-        weight: (N,), finite and not negative.
-        most: maximum number of pieces, at least 1.
+    ``group_of`` (N,) has no cycles, and all ops of a group are of one of the ``classes`` (N,).
+    ``weight`` (N,) is finite and not negative, ``most`` at least 1.
     """
     quotient = Quotient.of(graph, group_of)
     class_of = np.empty(quotient.count, np.int64)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from graphs.files import partial_name, why_not_read, written_file
+from graphs.files import file_error_message, partial_name, written_file
 from graphs.strict_json import brief
 
 JOB_FAILED: Final = 1
@@ -26,7 +26,7 @@ def fail(code: int, message: object) -> int:
     """Print a message to stderr, shortened to one line, and return the exit code."""
     told = message
     if isinstance(message, OSError):
-        told = why_no_memory(message) or why_not_read(message)
+        told = why_no_memory(message) or file_error_message(message)
     print(f"placer: {brief(str(told))}", file=sys.stderr)
     return code
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.files import why_not_read
+from graphs.files import file_error_message
 from placer.cli.failures import (
     BAD_USAGE,
     JOB_FAILED,
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        why = why or f"{why_not_read(error)}; the placement is in {args.out}"
+        why = why or f"{file_error_message(error)}; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
     _tell(found, args, job, taken(total_s, stages_s))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_structure
 
 from envs.hardware.discover import available_memory_bytes
 from graphs.extract import Workload
-from graphs.files import missing_file, read_limited, why_not_read
+from graphs.files import file_error_message, missing_file, read_limited
 from graphs.strict_json import brief
 from placer.sources.exported_check import check_archive
 from placer.sources.fault import TargetError, quiet
@@ -67,7 +67,7 @@ def _checked(path: Path) -> bytes:
     try:
         content = read_limited(path, available_memory_bytes())
     except OSError as error:
-        raise TargetError(why_not_read(error)) from error
+        raise TargetError(file_error_message(error)) from error
     except ValueError as error:
         raise TargetError(f"{path}: {error}") from error
     try:

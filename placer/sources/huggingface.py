@@ -33,7 +33,7 @@ from torch.nn.modules.module import (
 from envs.hardware.discover import available_memory_bytes
 from envs.hardware.torch_devices import is_out_of_memory
 from graphs.extract import Workload
-from graphs.files import why_not_read
+from graphs.files import file_error_message
 from graphs.names import suggestion
 from graphs.strict_json import brief, parse_json
 from placer.sources.fault import TargetError
@@ -277,7 +277,7 @@ def _maker_of_file(transformers: Any, request: Request, path: Path) -> Callable[
     try:
         content = read_config(path)
     except OSError as error:
-        raise TargetError(f"{PREFIX}{request.name}: {why_not_read(error)}") from error
+        raise TargetError(f"{PREFIX}{request.name}: {file_error_message(error)}") from error
     except ValueError as error:
         raise TargetError(f"{PREFIX}{request.name}: {error}") from error
     kind = content.get("model_type")

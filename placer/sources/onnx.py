@@ -18,7 +18,7 @@ from torch import Tensor
 
 from envs.hardware.discover import available_memory_bytes
 from graphs.extract import Workload
-from graphs.files import missing_file, why_not_read
+from graphs.files import file_error_message, missing_file
 from graphs.printable import check_printable
 from placer.sources.fault import TargetError, quiet
 
@@ -83,7 +83,7 @@ def _checked(onnx: Any, path: Path) -> Any:
     try:
         model = onnx.load(str(path), load_external_data=False)
     except OSError as error:
-        raise TargetError(why_not_read(error)) from error
+        raise TargetError(file_error_message(error)) from error
     except Exception as error:
         raise TargetError(f"{path} is no ONNX file, or not a whole one") from error
     if not model.graph.node:

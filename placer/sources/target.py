@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from graphs.files import missing_file, why_not_read
+from graphs.files import file_error_message, missing_file
 from graphs.graph_file import load_graph
 from graphs.names import suggestion
 from graphs.optimizer import Optimizer
@@ -145,7 +145,7 @@ def load_graph_target(target: str) -> nx.DiGraph[str]:
     try:
         return load_graph(Path(target))
     except OSError as error:
-        raise TargetError(why_not_read(error)) from error
+        raise TargetError(file_error_message(error)) from error
     except ValueError as error:
         raise TargetError(str(error)) from error
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -143,31 +142,19 @@ import os, signal, sys
 from pathlib import Path
 from graphs.files import write_whole
 
-def open_named(path, *others, **more):
-    if path == ".":
-        raise OSError("no files without names here")
-    return opened(path, *others, **more)
-
-opened = os.open
-if sys.argv[2] == "named":
-    os.open = open_named
 os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
 write_whole(Path(sys.argv[1]), "never whole")
 """
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "named"])
-def test_what_a_killed_writer_leaves_is_gone_after_the_next(tmp_path: Path, kind: str) -> None:
+def test_what_a_killed_writer_leaves_is_gone_after_the_next(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     write_whole(path, "old")
     write_whole(tmp_path / "other.json", "")
     for target in (path, tmp_path / "other.json"):
-        subprocess.run([sys.executable, "-c", KILLED, target, kind], check=False)
+        subprocess.run([sys.executable, "-c", KILLED, target], check=False)
     left = [name for name in names(tmp_path) if name.endswith(".partial")]
     assert path.read_text() == "old"
-    if kind == "unnamed":
-        assert left == []
-        return
     assert sorted(name.rpartition(".json.")[0] for name in left) == [".other", ".placement"]
     write_whole(path, "new")
     left = [name for name in names(tmp_path) if name.endswith(".partial")]
@@ -175,17 +162,11 @@ def test_what_a_killed_writer_leaves_is_gone_after_the_next(tmp_path: Path, kind
     assert path.read_text() == "new"
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "named"])
 def test_writers_at_the_same_time_leave_each_other_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, opened, synced = tmp_path / "file", os.open, os.fsync
+    path, synced = tmp_path / "file", os.fsync
     written: list[str] = []
-
-    def open_named(path: Any, flags: int, *others: Any, **more: Any) -> int:
-        if kind == "named" and path == ".":
-            raise OSError
-        return opened(path, flags, *others, **more)
 
     def write_another(file: int) -> None:
         synced(file)
@@ -194,7 +175,6 @@ def test_writers_at_the_same_time_leave_each_other_alone(
             write_whole(path, "inner")
             assert path.read_text() == "inner"
 
-    monkeypatch.setattr(os, "open", open_named)
     monkeypatch.setattr(os, "fsync", write_another)
     write_whole(path, "outer")
     assert path.read_text() == "outer"
