@@ -114,9 +114,7 @@ def _check_groups(
             continue
         other = first.setdefault(group, pattern)
         if devices[other] != devices[pattern]:
-            reason = next(
-                (f" ({why})" for start, why in GROUP_REASONS.items() if group.startswith(start)), ""
-            )
+            reasons = (f" ({GROUP_REASONS[s]})" for s in GROUP_REASONS if group.startswith(s))
             raise ConstraintError(
                 f"{other!r} is pinned to {devices[other]} and {pattern!r} to {devices[pattern]}, "
                 f"but ops of both are in the co-location group {group!r}, which shares one "

@@ -10,7 +10,7 @@ them on one device. A group of ops from several co-location groups unites them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.coarsen.merging import absorbed, colocated, cut
+from graphs.coarsen.merging import absorbed, colocated, cut, root_of
 from graphs.coarsen.sizes import GroupSizes
 from graphs.costs import cost_source
 from graphs.graph import (
@@ -50,20 +50,13 @@ def united_labels(graph: GraphArrays, group_of: NDArray[np.int64]) -> NDArray[np
     holder: dict[int, int] = {}
     for label, g in zip(labels, groups, strict=True):
         if spread[label] > 1:
-            one, other = _find(root, holder.setdefault(g, label)), _find(root, label)
+            one, other = root_of(root, holder.setdefault(g, label)), root_of(root, label)
             root[max(one, other)] = min(one, other)
-    first = np.array([_find(root, i) if spread[i] > 1 else -1 for i in range(count)], np.int64)
+    first = np.array([root_of(root, i) if spread[i] > 1 else -1 for i in range(count)], np.int64)
     # Ops without a label get that of their merged group.
     label_of_group = np.full(int(group_of.max()) + 1, -1, np.int64)
     np.maximum.at(label_of_group, group_of[inside], first[label_of[inside]])
     return label_of_group[group_of]
-
-
-def _find(root: list[int], label: int) -> int:
-    while root[label] != label:
-        root[label] = root[root[label]]
-        label = root[label]
-    return label
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,11 +143,6 @@ class Coarsened:
         """Return the number of groups."""
         return len(self.graph)
 
-    def members(self, group: int) -> NDArray[np.int32]:
-        """Return the ops of a group, in topological order."""
-        ops: NDArray[np.int32] = self.running[self.group_of[self.running] == group]
-        return ops
-
     def expand(
         self, devices_of_groups: NDArray[np.integer], priority_of_groups: NDArray[np.floating]
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
@@ -238,18 +226,18 @@ def _few(
     weight = np.where(np.isfinite(cost_s), cost_s, 0.0)
     if not weight.any():
         weight = np.ones(len(ops))
-    found = cut(ops, group_of, _by_label(ops, group_of, classes), weight, most)
-    if found is None:
+    pieces = cut(ops, group_of, _by_label(ops, group_of, classes), weight, most)
+    if pieces is None:
         by_phase = _first_phase(ops, group_of, classes, weight, most)
-        found = cut(ops, by_phase, _by_label(ops, by_phase, classes), weight, most)
-    if found is None:
-        found = cut(ops, group_of, classes, weight, most)
-    if found is None:
+        pieces = cut(ops, by_phase, _by_label(ops, by_phase, classes), weight, most)
+    if pieces is None:
+        pieces = cut(ops, group_of, classes, weight, most)
+    if pieces is None:
         raise ValueError(
             f"most_groups is {most}, but ops of different phases, allowed devices and device kinds "
             f"({len(np.unique(classes))} combinations) stay apart; allow more groups"
         )
-    return found
+    return pieces
 
 
 def _by_label(
@@ -274,10 +262,10 @@ def _first_phase(
     others = len(np.unique(group_of[~is_first]))
     allowed = most * (count - others) // count
     apart = np.where(is_first, classes, int(classes.max()) + 1 + group_of)
-    found = cut(ops, group_of, apart, weight, max(allowed, 1) + others)
-    if found is None:
+    pieces = cut(ops, group_of, apart, weight, max(allowed, 1) + others)
+    if pieces is None:
         return group_of
-    return colocated(ops, found, united_labels(ops, found), classes)
+    return colocated(ops, pieces, united_labels(ops, pieces), classes)
 
 
 def _built(
@@ -288,7 +276,8 @@ def _built(
     running = np.lexsort((position, group_of))
     sizes = GroupSizes.of(ops, group_of, running)
     label_of = united_labels(ops, group_of)
-    first_op = dict(zip(ops.group[::-1].tolist(), reversed(ops.ids), strict=True))
+    named = dict.fromkeys(attributes_of(graph, op_id)["colocate"] for op_id in graph)
+    label_names = [label for label in named if label is not None]  # numbered by their first op
     coarse = new_graph(ops.name, graph.graph.get("cost_source"))
     bounds = np.flatnonzero(np.diff(group_of[running])) + 1
     for g, members in enumerate(part.tolist() for part in np.split(running, bounds)):
@@ -300,13 +289,10 @@ def _built(
             op=ops.ops[first] if alone else GROUP_OP,
             phase=PHASES[ops.phase[first]],
             module=_common_module(dict.fromkeys(ops.modules[i] for i in members)),
-            colocate=_label(graph, first_op, int(label_of[first])),
+            colocate=None if label_of[first] < 0 else label_names[label_of[first]],
             devices=limits.devices[first],
-            cost_s=sizes.cost_s[g],
             cost_source=_sources(graph, [ops.ids[i] for i in members]),
-            output_bytes=sizes.output_bytes[g],
-            workspace_bytes=sizes.workspace_bytes[g],
-            **{name: column[g] for name, column in sizes.sums.items()},
+            **sizes.attributes(g),
         )
     names = list(coarse)
     for (source, target), size in sizes.edges.items():
@@ -321,10 +307,6 @@ def _sources(graph: nx.DiGraph[str], members: Sequence[str]) -> dict[str, str]:
         kind: "; ".join(dict.fromkeys(cost_source(graph, op_id, kind) for op_id in members))
         for kind in kinds
     }
-
-
-def _label(graph: nx.DiGraph[str], first_op: Mapping[int, str], label: int) -> str | None:
-    return None if label < 0 else attributes_of(graph, first_op[label])["colocate"]
 
 
 def _group_id(graph: nx.DiGraph[str], first: str, count: int) -> str:

@@ -91,6 +91,14 @@ class Quotient:
         return np.array(order, np.int64)
 
 
+def root_of(root: list[int], g: int) -> int:
+    """Return the group that ``g`` was merged into, as a union-find forest; shortens its path."""
+    while root[g] != g:
+        root[g] = root[root[g]]
+        g = root[g]
+    return g
+
+
 def edge_sources(graph: GraphArrays) -> NDArray[np.int64]:
     """Return the source of every edge, (E,)."""
     return np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
@@ -200,8 +208,8 @@ class _Merger:
         self.root = list(range(self.count))
         hosts = [(back[host] != g, g, host) for g, host in enumerate(into) if host >= 0]
         for is_side, g, host in sorted(hosts):  # chains first: sides are then absorbed whole
-            self._try(self._find(g), self._find(host), is_chain=not is_side)
-        kept, number = np.unique([self._find(g) for g in self.root], return_inverse=True)
+            self._try(root_of(self.root, g), root_of(self.root, host), is_chain=not is_side)
+        kept, number = np.unique([root_of(self.root, g) for g in self.root], return_inverse=True)
         self.group_of, self.count = number[self.group_of], len(kept)
         self.cost_s, self.taken_s = ([a[g] for g in kept] for a in (self.cost_s, self.taken_s))
         self.class_of, self.label_of = (
@@ -224,12 +232,6 @@ class _Merger:
         self.cost_s[host] += cost_s
         self.taken_s[host] = taken_s
         self.label_of[host] = max(label, other)
-
-    def _find(self, g: int) -> int:
-        while self.root[g] != g:
-            self.root[g] = self.root[self.root[g]]
-            g = self.root[g]
-        return g
 
 
 JUMP: Final = -1
@@ -298,9 +300,9 @@ class _Pieces:
                 low = middle
             else:
                 high = middle
-        found = [cuts for more in SLACK if (cuts := self.cuts(more * high, most)) is not None]
+        tried = [cuts for more in SLACK if (cuts := self.cuts(more * high, most)) is not None]
         # Cutting at the ends alone is always possible, even if rounding hides it.
-        return min(found or [list(self.ends)], key=self._share_within_branches)
+        return min(tried or [list(self.ends)], key=self._share_within_branches)
 
     def _share_within_branches(self, cuts: list[int]) -> float:
         inner = self.bond[cuts[:-1]]

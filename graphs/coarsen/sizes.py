@@ -11,16 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.coarsen.merging import edge_sources
-from graphs.graph import ANY_KIND, GraphArrays
+from graphs.graph import ANY_KIND, SIZES, GraphArrays
 
-SUMMED: Final = (
-    "flops",
-    "moved_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "saved_bytes",
-)
+SUMMED: Final = tuple(name for name in SIZES if name not in ("output_bytes", "workspace_bytes"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +49,15 @@ class GroupSizes:
             cost_s=_costs(graph, running, starts),
             edges=_edges(graph, group_of),
         )
+
+    def attributes(self, group: int) -> dict[str, Any]:
+        """Return costs and sizes of a group as attributes of an op."""
+        return {
+            "cost_s": self.cost_s[group],
+            "output_bytes": self.output_bytes[group],
+            "workspace_bytes": self.workspace_bytes[group],
+            **{name: column[group] for name, column in self.sums.items()},
+        }
 
 
 def _sums(values: NDArray[np.int64], starts: NDArray[np.intp]) -> list[int]:
@@ -98,12 +100,12 @@ def _costs(
     """Return seconds by kind where they are known for all ops of a group; a sum is rounded once."""
     bounds = [*starts.tolist(), len(running)]
     costs: list[dict[str, float]] = [{} for _ in starts]
-    for kind, own in graph.cost_s.items():
-        has_own = np.maximum.reduceat(~np.isnan(own[running]), starts)
-        seconds = (own if kind == ANY_KIND else graph.costs_for(kind))[running]
+    for kind, cost_s in graph.cost_s.items():
+        named = np.maximum.reduceat(~np.isnan(cost_s[running]), starts)
+        seconds = (cost_s if kind == ANY_KIND else graph.costs_for(kind))[running]
         known = ~np.maximum.reduceat(np.isnan(seconds), starts)
         values = seconds.tolist()
-        for g in np.flatnonzero(has_own & known).tolist():
+        for g in np.flatnonzero(named & known).tolist():
             costs[g][kind] = math.fsum(values[bounds[g] : bounds[g + 1]])
     return costs
 

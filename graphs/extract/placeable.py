@@ -221,7 +221,7 @@ def _graph(
     sizes = GroupSizes.of(in_place, node_of, np.lexsort((position, node_of)))
     calls = {call.key: call for call in extraction.forward.calls}
     graph = new_graph(arrays.name, extraction.graph.graph.get("cost_source"))
-    for node, cost_s in enumerate(sizes.cost_s):
+    for node in range(len(keys)):
         key, phase = keys[node]
         add_op(
             graph,
@@ -231,11 +231,7 @@ def _graph(
             module=calls[key].module,
             colocate=groups.get(node),
             devices=None,
-            cost_s=cost_s,
-            cost_source={},
-            output_bytes=sizes.output_bytes[node],
-            workspace_bytes=sizes.workspace_bytes[node],
-            **{name: column[node] for name, column in sizes.sums.items()},
+            **sizes.attributes(node),
         )
     names = list(graph)
     for (source, target), size in sizes.edges.items():

@@ -96,10 +96,7 @@ def test_the_graph_between_groups_is_acyclic_and_holds_every_op_once(seed: int) 
     assert nx.is_directed_acyclic_graph(found.graph)
     assert sorted(found.running.tolist()) == list(range(len(graph)))
     assert all(groups_of(found, graph))
-    assert [found.members(g).tolist() for g in range(len(found))] == [
-        list(ops)
-        for _, ops in itertools.groupby(found.running.tolist(), found.group_of.__getitem__)
-    ]
+    assert np.all(np.diff(found.group_of[found.running]) >= 0)
     GraphArrays.from_graph(found.graph)
 
 
@@ -115,7 +112,7 @@ def test_sizes_costs_and_edges_are_those_of_a_slow_twin(seed: int) -> None:
         node = attributes_of(found.graph, names[g])
         ops = {op_id: attributes_of(graph, op_id) for op_id in members}
         for size in SUMMED:
-            assert node[size] == sum(op[size] for op in ops.values())
+            assert found.graph.nodes[names[g]][size] == sum(graph.nodes[u][size] for u in members)
         leaving = {u for u in members if not graph.succ[u] or set(graph.succ[u]) - members}
         assert node["output_bytes"] == sum(ops[u]["output_bytes"] for u in leaving)
         for kind in ("*", "gpu"):
@@ -123,7 +120,7 @@ def test_sizes_costs_and_edges_are_those_of_a_slow_twin(seed: int) -> None:
             total = sum(Fraction(s) for s in known if s is not None)
             own = any(kind in op["cost_s"] for op in ops.values())
             assert node["cost_s"].get(kind) == (float(total) if own else None)
-        order = [index[i] for i in found.members(g).tolist()]
+        order = [index[i] for i in found.running[found.group_of[found.running] == g].tolist()]
         peak = 0
         for t, running in enumerate(order):
             held = sum(

@@ -415,7 +415,7 @@ def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
     found = optimized(graph, budget="400e", groups=12)
     coarse = coarsen(graph, most_groups=12)
     where = np.array(found.placement.devices)
-    assert all(len(set(where[coarse.members(g)])) == 1 for g in range(len(coarse)))
+    assert all(len(set(where[coarse.group_of == g])) == 1 for g in range(len(coarse)))
     (again,) = Simulated(found.problem).evaluate([found.placement])
     assert again.step_s == pytest.approx(found.best.predicted_s, rel=0, abs=1e-15)
 
