@@ -24,7 +24,7 @@ from torch import nn
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from graphs.extract import Workload, extract
-from graphs.extract.trial import without_meta
+from graphs.extract.eager import without_meta
 from graphs.workload import LossModule
 from placer.sources.huggingface import SIZES
 from placer.sources.target import load_step

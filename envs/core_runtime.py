@@ -64,7 +64,7 @@ class CoreRuntime:
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
         self.graph = extraction.graph
-        self.runs = extraction.own_program is not None
+        self.runs = extraction.step_program is not None
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costs(

@@ -24,7 +24,15 @@ LOSS: Final = "<loss>"
 
 
 class ExtractionError(ValueError):
-    """The model cannot be extracted as it is; the message says where and what to do."""
+    """The model cannot be extracted as it is; the message says where and what to do.
+
+    ``remedy`` is the setting that helps, if one does: another extractor ("modules"), another dtype
+    ("fp32"), or a graph without costs ("no costs").
+    """
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 class StepError(ExtractionError):

@@ -17,7 +17,7 @@ from envs.hardware.discover import present
 from envs.placement import Placement
 from envs.runtime import runtime_for
 from graphs.extract import AUTO, Extraction, Workload, extract
-from graphs.extract.trial import check_has_memory
+from graphs.extract.eager import check_has_memory
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.exports import format_named

@@ -69,7 +69,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     from envs.costs.roofline import check_cluster
     from envs.runtime import calibrated, costed, runtime_for
     from graphs.extract import Workload, extract
-    from graphs.extract.trial import check_has_memory
+    from graphs.extract.eager import check_has_memory
 
     workload, cluster = job.source, job.cluster
     assert isinstance(workload, Workload)  # loaded

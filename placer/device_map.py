@@ -44,14 +44,14 @@ class DeviceMap:
         """
         if told := self._overruled(canonical_paths(extraction.step.model)):
             return told
-        if extraction.own_forward is None or len(self.device_names) == 1:
+        if extraction.forward_program is None or len(self.device_names) == 1:
             return ""
         step, model = extraction.step, extraction.step.model
         path_of = canonical_paths(model)
         device_of = self._dispatched(path_of)
         fed = main_device_of(self.device_names)
         told = "the device map is run op by op, which dispatch_model would not do: "
-        if found := flow(extraction.own_forward, step, device_of, fed).conflict:
+        if found := flow(extraction.forward_program, step, device_of, fed).conflict:
             return told + (
                 f"there {found.description(model)} fails, since what {found.origins} give is on "
                 "several devices"
@@ -191,7 +191,7 @@ def _of_readers(
     Raises:
         WarmStartError: the graph is a module graph, where the tensors that an op reads are unknown.
     """
-    program = extraction.own_program
+    program = extraction.step_program
     if program is None:
         raise WarmStartError(
             f"the device map names {next(iter(tensors))!r}, but in a graph of modules it is not "

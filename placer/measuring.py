@@ -15,7 +15,7 @@ from envs.problem import Problem
 from envs.runtime import calibrated, costed, runtime_for
 from envs.simulator import Simulated
 from graphs.extract import AUTO, Workload, extract
-from graphs.extract.trial import check_has_memory
+from graphs.extract.eager import check_has_memory
 from graphs.graph import GraphArrays
 from placer.device_map import DeviceMap
 from placer.progress import Progress, Silent

@@ -269,7 +269,7 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
 
 
 def _depends_on_data(extraction: Extraction) -> str:
-    from graphs.extract.extraction import shown_lines
+    from graphs.extract.errors import shown_lines
 
     if not extraction.depends_on_data:
         return ""
@@ -280,7 +280,7 @@ def _depends_on_data(extraction: Extraction) -> str:
 
 
 def _modules(extraction: Extraction) -> str:
-    if extraction.own_program is not None:
+    if extraction.step_program is not None:
         return ""
     return (
         "This is a graph of modules: cuda:N and cpu run the model's own code, for other devices "
@@ -289,8 +289,8 @@ def _modules(extraction: Extraction) -> str:
 
 
 def _lstm(extraction: Extraction) -> str:
+    from graphs.extract.errors import shown_lines
     from graphs.extract.export.trace import lstm_layers
-    from graphs.extract.extraction import shown_lines
 
     if not extraction.step.training or not (layers := lstm_layers(extraction.step)):
         return ""

@@ -33,10 +33,9 @@ from envs.hardware.discover import cores_of
 from envs.hardware.torch_devices import synchronize, torch_device, unless_out_of_memory
 from graphs.extract import Extraction, ExtractionError, Workload
 from graphs.extract.autocast import autocast
-from graphs.extract.calls import ModuleCall
-from graphs.extract.modules.units import Unit, Units
-from graphs.extract.substitute import in_its_mode
-from graphs.extract.trial import forward_of, runnable
+from graphs.extract.eager import run_step, runnable
+from graphs.extract.model_state import in_step_mode
+from graphs.extract.module_calls import ModuleCall, Unit, Units
 
 WARM_UP: Final = 2
 Result = TypeVar("Result")
@@ -169,7 +168,7 @@ def _profile(
     # The step is prepared anew for every run.
     step = extraction.step
     runs = []
-    with in_its_mode(step):
+    with in_step_mode(step):
         for _ in range(WARM_UP + repeats):
             with prepared(step) as copy:
                 clock = _Clock(copy, now)
@@ -198,7 +197,7 @@ class _Clock(Units):
         """Run the step: forward, and backward if it is a training step."""
         with self.followed():
             self._began.at = self._now()
-            found = forward_of(step)
+            found = run_step(step)
             self._charge(self.unit)
             self.claim(found, self.unit)
         if step.training:

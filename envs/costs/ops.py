@@ -45,7 +45,7 @@ def core_costs(
         WorkerError: an op cannot run on a device.
         ExtractionError: the graph is of modules, and they cannot be timed.
     """
-    if extraction.own_program is None:
+    if extraction.step_program is None:
         return core_module_costs(extraction, devices, progress=progress)
     return _cached(extraction).costs(
         devices,
@@ -58,7 +58,7 @@ def known_core_costs(
     extraction: Extraction, devices: Mapping[str, Device]
 ) -> dict[str, OpCosts] | None:
     """Return the costs of :func:`core_costs` if all are in the cache, else None."""
-    if extraction.own_program is None:
+    if extraction.step_program is None:
         return None
     found = _cached(extraction).known(devices)
     return found if found.keys() == devices.keys() else None

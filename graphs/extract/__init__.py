@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 AUTO: Final = "auto"
 """The first extractor that accepts the step."""
+HOMES: Final = {
+    **dict.fromkeys(("Extraction", "FallBack", "extract"), "graphs.extract.extraction"),
+    **dict.fromkeys(("ExtractionError", "StepError", "Workload"), "graphs.workload"),
+}
 
 __all__ = ["AUTO", "Extraction", "ExtractionError", "FallBack", "StepError", "Workload", "extract"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use."""
-    if name not in __all__:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    traces = name in ("Extraction", "FallBack", "extract")
-    home = "graphs.extract.extraction" if traces else "graphs.workload"
-    return getattr(import_module(home), name)
+    return getattr(import_module(HOMES[name]), name)

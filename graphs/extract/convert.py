@@ -15,11 +15,18 @@ from typing import Any, Final, cast
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from graphs.extract.calls import operator_name, owner
-from graphs.extract.lineage import accumulates, forward_ops, is_backward, tagged_call
-from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value
+from graphs.extract.fx_nodes import (
+    IGNORED,
+    accumulates,
+    forward_ops,
+    is_backward,
+    members_of,
+    operator_name,
+    owner,
+    tagged_call,
+)
+from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value, values_in
 from graphs.flops import call_flops
 from graphs.graph import Phase
 from graphs.synthetic.mirror import ACCUMULATES
@@ -27,7 +34,6 @@ from graphs.workload import ExtractionError
 
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)
-IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +74,8 @@ class OpFacts:
 def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple[OpFacts, ...]]:
     """Return the program of a traced step, and the facts of its ops by index.
 
-    Raises:
-        ExtractionError: the trace holds something that cannot be placed; the message says what, and
-            where in the model's code.
+    If the trace holds something that cannot be placed, an ExtractionError says what and where in
+    the model's code.
     """
     converter = _Converter(traced)
     program = converter.program(ties)
@@ -132,14 +137,8 @@ class _Converter:
                 _place(node, f"{node.target} has a size that depends on data or is dynamic")
             )
         index = len(self.values)
-        self.values.append(
-            Value(
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                tensor.dtype,
-                index if root is None else root,
-            )
-        )
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        self.values.append(Value(shape, stride, tensor.dtype, index if root is None else root))
         self.value_of[node] = index
         return index
 
@@ -151,11 +150,9 @@ class _Converter:
             return
         if target is torch.ops.aten.convolution_backward.default and self._split(node):
             return
-        if is_view(target) and not self._shows_a_part(node):
-            self._add(node, VIEW, node.args, _members(node))
-        else:
-            op = self._op(node, operator_name(target), node.args)
-            self._add(node, op, node.args, _members(node))
+        is_whole_view = is_view(target) and not self._shows_a_part(node)
+        op = VIEW if is_whole_view else self._op(node, operator_name(target), node.args)
+        self._add(node, op, node.args, _members(node))
 
     def _shows_a_part(self, node: fx.Node) -> bool:
         """Return whether a view omits some of a computed tensor (any as_strided: strides move)."""
@@ -195,20 +192,20 @@ class _Converter:
 
         Gradient additions have none of their own: they belong to that of the op that feeds them.
         """
-        found = owner(node, self.traced.prefix)
-        if found is None:
+        module = owner(node, self.traced.prefix)
+        if module is None:
             feeding = (self.modules[n] for n in node.all_input_nodes if n in self.modules)
-            found = next(feeding, ("", ""))
-        self.modules[node] = found
-        return found
+            module = next(feeding, ("", ""))
+        self.modules[node] = module
+        return module
 
     def _add(
         self, node: fx.Node, op: int, args: tuple[Any, ...], members: list[fx.Node | None] | None
     ) -> None:
         arguments = self._plain(tuple(args))
         keywords = self._plain(dict(node.kwargs))
-        reads = dict.fromkeys(_refs((arguments, keywords)))
-        root = self.values[next(iter(reads))].root if op == VIEW else None
+        reads = values_in((arguments, keywords))
+        root = self.values[reads[0]].root if op == VIEW else None
         result = node.meta["val"]
         if members is None:
             outputs: list[int | None] = [self._value(node, result, root)]
@@ -225,13 +222,13 @@ class _Converter:
                 kwargs=keywords,
                 outputs=tuple(outputs),
                 tuple_result=members is not None,
-                reads=tuple(reads),
+                reads=reads,
                 shows_part=op != VIEW and is_view(cast("torch._ops.OpOverload", node.target)),
             )
         )
         self.nodes.append(node)
-        found = self._module(node)
-        self.modules |= {member: found for member in members or () if member is not None}
+        module = self._module(node)
+        self.modules |= {member: module for member in members or () if member is not None}
 
     def _plain(self, argument: Any) -> Any:
         match argument:
@@ -260,22 +257,12 @@ def _members(node: fx.Node) -> list[fx.Node | None] | None:
         return None
     if not isinstance(result, tuple | list):
         raise ExtractionError(_place(node, f"{node.target} gives a {type(result).__name__}"))
-    members: list[fx.Node | None] = [None] * len(result)
-    for user in node.users:
-        if user.target is operator.getitem:
-            members[cast(int, user.args[1])] = user
-    return members
-
-
-def _refs(tree: Any) -> list[int]:
-    leaves = tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Ref))
-    return [leaf.value for leaf in leaves if isinstance(leaf, Ref)]
+    return [users[-1] if users else None for users in members_of(node)]
 
 
 def _fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    return cast(
-        "tuple[Any, Any]", fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta.get("val"))
-    )
+    fakes = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta.get("val"))
+    return cast("tuple[Any, Any]", fakes)
 
 
 def _place(node: fx.Node, what: str) -> str:

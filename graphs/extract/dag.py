@@ -20,20 +20,18 @@ from typing import Final
 
 import networkx as nx
 
-from graphs.extract.calls import Homes, numbered
 from graphs.extract.convert import OpFacts
 from graphs.extract.export.forward import ForwardProgram
-from graphs.extract.program import VIEW, Call, Ref, StepProgram
+from graphs.extract.fx_nodes import numbered
+from graphs.extract.module_calls import Homes
+from graphs.extract.program import Call, Ref, StepProgram
 from graphs.graph import add_edge, add_op, new_graph
 
 
 def colocation_groups(
     program: StepProgram, facts: Sequence[OpFacts], ids: Sequence[str]
 ) -> dict[int, str]:
-    """Return {op: group id} for ops in groups of two or more; the id names the shared state.
-
-    ``ids`` are the keys of the ops, (N,).
-    """
+    """Return {op: group id} for ops in groups of two or more; the id names the shared state."""
     parent = list(range(program.op_count))
     names: dict[int, str] = {}
     together = [
@@ -54,10 +52,10 @@ def colocation_groups(
 
 
 def _parts(program: StepProgram, ids: Sequence[str]) -> Iterable[tuple[str, set[int]]]:
-    producer = program.producers()
-    for call in program.calls:
-        if call.op != VIEW and call.shows_part:
-            home = program.calls[producer[program.values[call.reads[0]].root]].op
+    makers = program.makers()
+    for call in program.op_calls:
+        if call.shows_part:
+            home = makers[program.values[call.reads[0]].root]
             yield f"tensor of {ids[home]}", {home, call.op}
 
 
@@ -65,17 +63,15 @@ def _mutated_state(
     program: StepProgram, facts: Sequence[OpFacts]
 ) -> Iterable[tuple[str, set[int]]]:
     readers = _forward_readers(program, facts)
-    producer = program.producers()
+    makers = program.makers()
     values = {s.name: s.value for s in program.sources if s.role in ("parameter", "buffer")}
     for result in program.results:
         root = program.values[result.value].root
-        if result.role != "state" or root not in producer:
-            continue
-        writer = program.calls[producer[root]].op
-        first = readers[values[result.name]] | {writer}
-        between = _between(program, first, writer)
-        if len(ops := first | between) > 1:
-            yield f"state {result.name}", ops
+        if result.role == "state" and root in makers:
+            users = readers[values[result.name]] | {makers[root]}
+            ops = users | _between(program, users, makers[root])
+            if len(ops) > 1:
+                yield f"state {result.name}", ops
 
 
 def _tied_parameters(
@@ -85,7 +81,7 @@ def _tied_parameters(
     shared = set(program.ties.values())
     together: defaultdict[str, set[int]] = defaultdict(set)
     for source in program.sources:
-        name = program.ties.get(source.name, source.name)
+        name = program.first_name(source.name)
         if source.role == "parameter" and name in shared:
             together[name] |= readers[source.value]
     for name, ops in together.items():
@@ -102,10 +98,10 @@ def _updated_parameters(program: StepProgram) -> Iterable[tuple[str, set[int]]]:
 def _forward_readers(program: StepProgram, facts: Sequence[OpFacts]) -> defaultdict[int, set[int]]:
     """Return {root value: forward ops that read it, directly or through views}."""
     readers: defaultdict[int, set[int]] = defaultdict(set)
-    for call in program.calls:
-        if call.op != VIEW and facts[call.op].phase == "forward":
-            for value in call.reads:
-                readers[program.values[value].root].add(call.op)
+    for call in program.op_calls:
+        if facts[call.op].phase == "forward":
+            for root in program.roots(call.reads):
+                readers[root].add(call.op)
     return readers
 
 
@@ -113,25 +109,21 @@ def _between(program: StepProgram, first: set[int], last: int) -> set[int]:
     """Return ops on a path of calls from any of ``first`` to ``last``, for chains of updates."""
     if first == {last}:
         return set()
-    below: set[int] = set(first)
+    below = set(first)
     inputs: defaultdict[int, set[int]] = defaultdict(set)
-    producer = program.producers()
-    for call in program.calls:
-        if call.op == VIEW:
-            continue
-        roots = (program.values[value].root for value in call.reads)
-        sources = {program.calls[producer[root]].op for root in roots if root in producer}
+    makers = program.makers()
+    for call in program.op_calls:
+        sources = {makers[root] for root in program.roots(call.reads) if root in makers}
         inputs[call.op] |= sources
         if sources & below:
             below.add(call.op)
-    found: set[int] = set()
+    between: set[int] = set()
     queue = [last]
     while queue:
-        op = queue.pop()
-        for source in inputs[op] & below - found:
-            found.add(source)
-            queue.append(source)
-    return found
+        new = inputs[queue.pop()] & below - between
+        between |= new
+        queue += new
+    return between
 
 
 def _find(parent: list[int], op: int) -> int:
@@ -202,34 +194,33 @@ class _Sizes:
         self.gradient: Counter[int] = Counter()
         self.optimizer: Counter[int] = Counter()
         self.edges: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-        producer = program.producers()
-        parameters = {s.value: s.name for s in program.sources if s.role == "parameter"}
-        homeless = {program.ties.get(name, name) for name in parameters.values()}
+        values, makers = program.values, program.makers()
+        parameters = {
+            s.value: program.first_name(s.name) for s in program.sources if s.role == "parameter"
+        }
+        homeless = set(parameters.values())
         # The new value of a buffer replaces the old one, so nothing more is kept.
-        saved = {program.values[r.value].root for r in program.results if r.role == "state"}
-        trained = {program.ties.get(name, name) for name in program.gradients}
+        saved = {values[r.value].root for r in program.results if r.role == "state"}
+        trained = {program.first_name(name) for name in program.gradients}
         gradients = _only_gradients(program, facts)
         kept = {s.value for s in program.sources if s.role in ("optimizer", "step_count")}
-        for call in program.calls:
-            if call.op == VIEW:
-                continue
-            for value in (*(v for v in call.outputs if v is not None), *call.writes):
-                self.moved[call.op] += program.values[value].size_bytes
+        for call in program.op_calls:
+            for value in (*call.made, *call.writes):
+                self.moved[call.op] += values[value].size_bytes
                 if value not in gradients and value not in call.writes:
-                    self.output[call.op] += program.values[value].size_bytes
-            for root in dict.fromkeys(program.values[value].root for value in call.reads):
-                size = program.values[root].size_bytes
+                    self.output[call.op] += values[value].size_bytes
+            for root in program.roots(call.reads):
+                size = values[root].size_bytes
                 self.moved[call.op] += _read_bytes(program, call, root)
-                if root in producer:
-                    source = program.calls[producer[root]].op
+                if root in makers:
+                    source = makers[root]
                     self.edges[source, call.op][root] = size
                     phases = facts[source].phase, facts[call.op].phase
                     if phases == ("forward", "backward") and root not in saved:
                         saved.add(root)
                         self.saved[source] += size
                 elif root in parameters:
-                    name = program.ties.get(parameters[root], parameters[root])
-                    if name in homeless:
+                    if (name := parameters[root]) in homeless:
                         homeless.remove(name)
                         self.parameter[call.op] += size
                         self.gradient[call.op] += size if name in trained else 0
@@ -240,7 +231,8 @@ class _Sizes:
         homes = Homes((i, op.module) for i, op in enumerate(facts))
         for value, name in parameters.items():
             if name in homeless:
-                self.parameter[homes.of(name)] += program.values[value].size_bytes
+                homeless.remove(name)
+                self.parameter[homes.of(name)] += values[value].size_bytes
 
 
 def _read_bytes(program: StepProgram, call: Call, root: int) -> int:
@@ -249,17 +241,17 @@ def _read_bytes(program: StepProgram, call: Call, root: int) -> int:
     read = min(sum(view.size_bytes for view in views), program.values[root].size_bytes)
     table = call.args[0] if call.target in LOOKUPS else None
     if isinstance(table, Ref) and program.values[table.value].root == root:
-        return min(read, sum(program.values[v].size_bytes for v in call.outputs if v is not None))
+        return min(read, sum(program.values[value].size_bytes for value in call.made))
     return read
 
 
 def _only_gradients(program: StepProgram, facts: Sequence[OpFacts]) -> set[int]:
     """Return gradients of parameters that nothing but the optimizer, if there is one, reads."""
     read = {
-        program.values[value].root
-        for call in program.calls
-        if call.op != VIEW and facts[call.op].phase != "optimizer"
-        for value in call.reads
+        root
+        for call in program.op_calls
+        if facts[call.op].phase != "optimizer"
+        for root in program.roots(call.reads)
     }
     return {program.values[value].root for value in program.gradients.values()} - read
 
@@ -274,17 +266,16 @@ def calls_of(
     the tensor; those of a parameter, and its update, to the call that reads it first.
     """
     homes = _homes(program, forward)
-    found = [op.stems_from or homes.get(i) for i, op in enumerate(facts)]
+    keys = [op.stems_from or homes.get(i) for i, op in enumerate(facts)]
     for i, op in enumerate(facts):
-        if found[i] is None and op.forward_op is not None:
-            found[i] = found[op.forward_op]
+        if keys[i] is None and op.forward_op is not None:
+            keys[i] = keys[op.forward_op]
     inputs, readers = _neighbours(program)
-    for i in reversed(range(len(found))):
-        found[i] = found[i] or next((found[reader] for reader in readers[i]), None)
-    for i in range(len(found)):
-        found[i] = found[i] or next((found[source] for source in inputs[i]), None)
-    fallback = forward.calls[0].key
-    return tuple(key or fallback for key in found)
+    for i in reversed(range(len(keys))):
+        keys[i] = keys[i] or next((keys[reader] for reader in readers[i]), None)
+    for i in range(len(keys)):
+        keys[i] = keys[i] or next((keys[source] for source in inputs[i]), None)
+    return tuple(key or forward.calls[0].key for key in keys)
 
 
 def _neighbours(
@@ -292,14 +283,12 @@ def _neighbours(
 ) -> tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]]:
     inputs: defaultdict[int, list[int]] = defaultdict(list)
     readers: defaultdict[int, list[int]] = defaultdict(list)
-    producer = program.producers()
-    for call in program.calls:
-        for value in call.reads if call.op != VIEW else ():
-            root = program.values[value].root
-            if root in producer:
-                source = program.calls[producer[root]].op
-                inputs[call.op].append(source)
-                readers[source].append(call.op)
+    makers = program.makers()
+    for call in program.op_calls:
+        for root in program.roots(call.reads):
+            if root in makers:
+                inputs[call.op].append(makers[root])
+                readers[makers[root]].append(call.op)
     return inputs, readers
 
 
@@ -307,17 +296,15 @@ def _homes(program: StepProgram, forward: ForwardProgram) -> dict[int, str]:
     """Return {op that makes a gradient or updates a parameter: first call that reads it}."""
     reader = forward.first_readers()
     home = {
-        program.ties.get(s.name, s.name): reader[s.value]
-        for s in forward.sources
-        if s.value in reader
+        program.first_name(s.name): reader[s.value] for s in forward.sources if s.value in reader
     }
-    producer = program.producers()
-    found: dict[int, str] = {}
-    for own_name, value in program.gradients.items():
-        root, name = program.values[value].root, program.ties.get(own_name, own_name)
-        if root in producer and name in home:
-            found[program.calls[producer[root]].op] = home[name]
-    for op, own_name in program.updates().items():
-        if (name := program.ties.get(own_name, own_name)) in home:
-            found[op] = home[name]
-    return found
+    makers = program.makers()
+    homes: dict[int, str] = {}
+    for name, value in program.gradients.items():
+        root, first = program.values[value].root, program.first_name(name)
+        if root in makers and first in home:
+            homes[makers[root]] = home[first]
+    for op, name in program.updates().items():
+        if (first := program.first_name(name)) in home:
+            homes[op] = home[first]
+    return homes

@@ -8,7 +8,7 @@ could accept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -16,53 +16,19 @@ import networkx as nx
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphs.extract import AUTO
-from graphs.extract.calls import module_paths
 from graphs.extract.convert import OpFacts, Traced, convert
 from graphs.extract.dag import build_graph, calls_of
-from graphs.extract.dispatch.trace import record
+from graphs.extract.dispatch import record
+from graphs.extract.eager import check_gradients, check_runs
+from graphs.extract.errors import first_line, sentences, shown_lines, unforeseen
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace
-from graphs.extract.gradients import check_gradients
+from graphs.extract.model_state import on_host
+from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
-from graphs.extract.modules.units import Unit
 from graphs.extract.program import StepProgram
-from graphs.extract.refusals import first_line, sentences, unforeseen
-from graphs.extract.substitute import on_host
-from graphs.extract.trial import check_runs
 from graphs.extract.updates import with_optimizer
 from graphs.workload import ExtractionError, StepError, Workload
-
-
-def check_step(step: Workload) -> None:
-    """Raise if the step is at fault as it is given.
-
-    Raises:
-        StepError: a parameter has no shape yet; or, in training, none requires a gradient, or one
-            would have a sparse gradient.
-    """
-    name = type(step.model).__name__
-    state = step.named_state()
-    if unshaped := [own for own, tensor in state.items() if is_lazy(tensor)]:
-        raise StepError(
-            f"{unshaped[0]} of {name} has no shape until the model has run: run the model once "
-            "first, on the example inputs"
-        )
-    if not step.training:
-        return
-    if not any(tensor.requires_grad for tensor in state.values()):
-        raise StepError(
-            f"{name} has no parameter that requires a gradient, so there is nothing to train; "
-            "place inference"
-        )
-    for module, path in module_paths(step).items():
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad:
-            raise StepError(
-                f"{type(module).__name__} {path or name} has sparse gradients, which a placed "
-                "step cannot hand over; make it with sparse=False"
-            )
-
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
@@ -84,68 +50,59 @@ class Extraction:
     gives for every backward op the forward op that it differentiates; it is None for forward ops,
     and for ops that add up gradients (their names end in ".gradient").
 
-    ``forward`` is the exported forward pass, and ``call_of`` gives for every op the key of the call
-    in it that the op stems from, and whose device it has. A recording has neither; if an export has
-    none, ``no_forward`` says why. A graph of modules has no program, and ``units`` says what each
-    of its ops stands for; torch devices run it by the model's own code. A recording that
+    ``forward_program`` is the exported forward pass, and ``call_of`` gives for every op the key of
+    the call in it that the op stems from, and whose device it has. A recording has neither; if an
+    export has none, ``no_forward`` says why. A graph of modules has no program, and ``units`` says
+    what each of its ops stands for; torch devices run it by the model's own code. A recording that
     ``depends_on_data`` holds for the example inputs only: these lines of the model read values of
     tensors, and other values may lead to other ops.
     """
 
     step: Workload
     graph: nx.DiGraph[str]
-    own_program: StepProgram | None
+    step_program: StepProgram | None
     outputs: Any
     forward_of: tuple[int | None, ...]
     extractor: Extractor = "export"
     fell_back: tuple[FallBack, ...] = ()
     depends_on_data: tuple[str, ...] = ()
     units: tuple[Unit, ...] = ()
-    own_forward: ForwardProgram | None = None
+    forward_program: ForwardProgram | None = None
     call_of: tuple[str, ...] = ()
     no_forward: str = ""
 
     @property
     def program(self) -> StepProgram:
-        """The program that runs the step.
-
-        Raises:
-            ExtractionError: a graph of modules has none.
-        """
-        if self.own_program is None:
+        """The program that runs the step; an ExtractionError if it is of its modules."""
+        if self.step_program is None:
             raise ExtractionError(
                 f"the graph of {type(self.step.model).__name__} is of its modules: it can be "
                 "placed by simulation, but there is no program that runs the placed step on pinned "
                 "cores (core:N); on cuda:N and cpu the model's own code does"
             )
-        return self.own_program
+        return self.step_program
 
     @property
     def forward(self) -> ForwardProgram:
-        """The forward program that torch devices run.
-
-        Raises:
-            ExtractionError: the step was not exported, or torch devices cannot run it.
-        """
-        if self.own_forward is None:
-            why = {
+        """The forward program that torch devices run; an ExtractionError if they cannot."""
+        if self.forward_program is None:
+            reasons = {
                 "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what "
-                "cuda:N and cpu can run is its graph of modules (--extractor modules)",
+                "cuda:N and cpu can run is its graph of modules",
                 "modules": "its graph is of modules",
             }
-            told = (
+            refusal = (
                 f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
-                f"models as torch.export gives them: {self.no_forward or why[self.extractor]}"
+                f"models as torch.export gives them: {self.no_forward or reasons[self.extractor]}"
             )
-            raise ExtractionError(sentences(told, *(tried.reason for tried in self.fell_back)))
-        return self.own_forward
+            raise ExtractionError(
+                sentences(refusal, *(tried.reason for tried in self.fell_back)),
+                remedy="modules" if self.extractor == "dispatch" else None,
+            )
+        return self.forward_program
 
     def check_any_data(self) -> None:
-        """Raise if the step cannot run on other data than it was extracted on.
-
-        Raises:
-            ExtractionError: there is no program, or it holds for the example inputs only.
-        """
+        """Raise ExtractionError if there is no program, or it holds for the example inputs only."""
         program = self.program  # raises for a graph of modules
         if program.op_count and self.depends_on_data:
             raise ExtractionError(
@@ -153,12 +110,13 @@ class Extraction:
                 f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "
                 "the example inputs only: on other data the placed step would be wrong. Compute "
                 "all branches and choose with torch.where, mask instead of selecting, or let "
-                "every expert compute every token; or place its modules on cuda:N and cpu "
-                "(--extractor modules), where its own code runs"
+                "every expert compute every token; or place its modules on cuda:N and cpu, where "
+                "its own code runs",
+                remedy="modules",
             )
 
 
-def extract(step: Workload, extractor: str = AUTO) -> Extraction:
+def extract(step: Workload, extractor: str = "auto") -> Extraction:
     """Extract the graph of one step.
 
     Torch traces a model on one device, so meanwhile copies of its state on the host replace it: a
@@ -174,67 +132,87 @@ def extract(step: Workload, extractor: str = AUTO) -> Extraction:
         ExtractionError: no extractor accepts it, or the one asked for does not.
         ValueError: there is no such extractor.
     """
-    if extractor != AUTO and extractor not in _BY_NAME:
+    names = [name for name in EXTRACTORS if extractor in ("auto", name)]
+    if not names:
         raise ValueError(
-            f"there is no extractor {extractor!r}; give {AUTO} or one of {', '.join(EXTRACTORS)}"
+            f"there is no extractor {extractor!r}; give auto or one of {', '.join(EXTRACTORS)}"
         )
     check_step(step)
     with on_host(step) as here:
-        return replace(_extracted(here, extractor), step=step)
+        return replace(_by_first(names, here) if len(names) > 1 else _by(names[0], here), step=step)
 
 
-def _extracted(step: Workload, extractor: str) -> Extraction:
-    if extractor != AUTO:
-        return _by(extractor, step, ())
+def check_step(step: Workload) -> None:
+    """Raise StepError if no extractor could accept the step as it is given.
+
+    A parameter has no shape yet; or, in training, none requires a gradient, or one would have a
+    sparse gradient.
+    """
+    name = type(step.model).__name__
+    state = step.named_state()
+    if unshaped := [path for path, tensor in state.items() if is_lazy(tensor)]:
+        raise StepError(
+            f"{unshaped[0]} of {name} has no shape until the model has run: run the model once "
+            "first, on the example inputs"
+        )
+    if not step.training:
+        return
+    if not any(tensor.requires_grad for tensor in state.values()):
+        raise StepError(
+            f"{name} has no parameter that requires a gradient, so there is nothing to train; "
+            "place inference"
+        )
+    for module, path in module_paths(step).items():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise StepError(
+                f"{type(module).__name__} {path or name} has sparse gradients, which a placed "
+                "step cannot hand over; make it with sparse=False"
+            )
+
+
+def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
+    """Extract by the first extractor that accepts the step."""
     fell_back: list[FallBack] = []
-    for name in EXTRACTORS:
+    for name in extractors:
         try:
-            return _by(name, step, tuple(fell_back))
+            return replace(_by(name, step), fell_back=tuple(fell_back))
         except StepError:
             raise
         except ExtractionError as error:
             if not fell_back:
                 check_runs(step)
             fell_back.append(FallBack(name, sentences(str(error))))
-    refusal = f"no extractor takes {type(step.model).__name__}"
-    raise ExtractionError(sentences(refusal, *_told(fell_back)))
+    reasons = _by_reason(fell_back)
+    raise ExtractionError(sentences(f"no extractor takes {type(step.model).__name__}", *reasons))
 
 
-def _told(fell_back: Sequence[FallBack]) -> list[str]:
+def _by_reason(fell_back: Sequence[FallBack]) -> list[str]:
     """Return every reason once, with the extractors that gave it."""
     by_reason: dict[str, list[FallBack]] = {}
     for tried in fell_back:
         _, _, reason = tried.reason.partition(": ")  # the part before says what failed
         by_reason.setdefault(reason or tried.reason, []).append(tried)
-    told = []
-    for alike in by_reason.values():
-        *others, last = (tried.extractor for tried in alike)
-        who = f"{', '.join(others)} and {last}" if others else last
-        told.append(f"{who}: {alike[0].reason}")
-    return told
+    return [
+        f"{' and '.join(tried.extractor for tried in alike)}: {alike[0].reason}"
+        for alike in by_reason.values()
+    ]
 
 
-def _by(extractor: str, step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
+def _by(extractor: Extractor, step: Workload) -> Extraction:
     """Extract by one extractor; unforeseen errors are refusals, too."""
     try:
-        return _BY_NAME[extractor](step, fell_back)
+        if extractor == "modules":
+            graph, units, forward_of = module_graph(step)
+            return Extraction(step, graph, None, None, forward_of, "modules", units=units)
+        return _of_trace(step, trace(step) if extractor == "export" else record(step), extractor)
     except ExtractionError:
         raise
     except Exception as error:
         raise ExtractionError(unforeseen(step, error)) from error
 
 
-def _exported(step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
-    return _of_trace(step, trace(step), "export", fell_back)
-
-
-def _recorded(step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
-    return _of_trace(step, record(step), "dispatch", fell_back)
-
-
-def _of_trace(
-    step: Workload, traced: Traced, extractor: Extractor, fell_back: tuple[FallBack, ...]
-) -> Extraction:
+def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extraction:
     name = type(step.model).__name__
     program, facts = convert(traced, ties_of(step))
     if program.op_count == 0:
@@ -250,13 +228,12 @@ def _of_trace(
     return Extraction(
         step=step,
         graph=build_graph(program, facts, name),
-        own_program=program,
+        step_program=program,
         outputs=traced.outputs,
         forward_of=tuple(op.forward_op for op in facts),
         extractor=extractor,
-        fell_back=fell_back,
         depends_on_data=traced.depends_on_data,
-        own_forward=forward,
+        forward_program=forward,
         call_of=call_of,
         no_forward=no_forward,
     )
@@ -280,46 +257,12 @@ def _forward(
             counted={op.stems_from for op in facts if op.stems_from is not None},
         )
         return forward, calls_of(program, facts, forward), ""
-    except Exception as error:  # noqa: BLE001  # export has more in it than it tells
+    except Exception as error:  # noqa: BLE001  # export has more in it than it documents
         return None, (), f"its forward pass has what they cannot run: {first_line(error)}"
-
-
-def _of_modules(step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
-    found = module_graph(step)
-    return Extraction(
-        step=step,
-        graph=found.graph,
-        own_program=None,
-        outputs=None,
-        forward_of=found.forward_of,
-        extractor="modules",
-        fell_back=fell_back,
-        units=found.units,
-    )
-
-
-_BY_NAME: Final[Mapping[str, Callable[[Workload, tuple[FallBack, ...]], Extraction]]] = {
-    "export": _exported,
-    "dispatch": _recorded,
-    "modules": _of_modules,
-}
-
-
-def shown_lines(lines: tuple[str, ...], most: int = 3) -> str:
-    """Return the first lines of code for people to read, and how many more there are.
-
-    >>> shown_lines(("a", "b", "c", "d", "e"))
-    'a; b; c; and 2 more'
-    """
-    more = len(lines) - most
-    return "; ".join([*lines[:most], *([f"and {more} more"] if more > 0 else [])])
 
 
 def ties_of(step: Workload) -> dict[str, str]:
     """Return {further name: first name} of parameters and buffers that are the same tensor."""
     first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, tensor in step.named_state().items():
-        if (known := first.setdefault(id(tensor), name)) != name:
-            ties[name] = known
-    return ties
+    names = {name: first.setdefault(id(own), name) for name, own in step.named_state().items()}
+    return {name: known for name, known in names.items() if name != known}

@@ -28,7 +28,7 @@ from graphs.coarsen.merging import Quotient, renumbered
 from graphs.coarsen.sizes import GroupSizes
 from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.extraction import Extraction
-from graphs.extract.program import VIEW, StepProgram
+from graphs.extract.program import StepProgram
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, frozen, new_graph
 from graphs.synthetic.mirror import ACCUMULATES
 
@@ -41,21 +41,16 @@ def summed_in_place(
     In each sum the first summand is an output that stands for the sum. The others are workspace of
     the ops that make them, twice in the case of the second, since the first addition is not in
     place. Additions have no output. Unchanged are summands that other ops read, too, and sums whose
-    additions are in several nodes.
-
-    Args:
-        graph: N ops.
-        program: program of the graph.
-        node_of: the node in which each op runs, (N,).
+    additions are in several nodes; ``node_of`` (N,) is the node in which each op runs.
     """
     output, workspace = graph.output_bytes.copy(), graph.workspace_bytes.copy()
-    maker = program.producers()
+    makers = program.makers()
     for additions, summands in _sums(graph, program):
         if not summands or len(set(node_of[additions].tolist())) > 1:
             continue
         output[additions] = 0
         for number, value in enumerate(summands[1:], 1):
-            op, size = program.calls[maker[value]].op, program.values[value].size_bytes
+            op, size = makers[value], program.values[value].size_bytes
             output[op] -= size
             workspace[op] += 2 * size if number == 1 else size
     return replace(graph, output_bytes=frozen(output), workspace_bytes=frozen(workspace))
@@ -64,38 +59,32 @@ def summed_in_place(
 def _sums(graph: GraphArrays, program: StepProgram) -> list[tuple[list[int], list[int]]]:
     """Return for every sum the ops that add to it and, in order, the values only they read."""
     adds = [op.endswith(ACCUMULATES) for op in graph.ops]
-    readers = _readers(program)
-    given = {program.values[result.value].root for result in program.results}
+    made = program.makers()
+    readers: defaultdict[int, set[int]] = defaultdict(set)  # of a computed tensor or its views
+    for call in program.op_calls:
+        for root in program.roots(call.reads):
+            if root in made:
+                readers[root].add(call.op)
+    returned = {program.values[result.value].root for result in program.results}
     sums: list[tuple[list[int], list[int]]] = []
     sum_of: dict[int, int] = {}  # value made by an addition -> position in sums
-    for call in program.calls:
-        if call.op == VIEW or not adds[call.op]:
+    for call in program.op_calls:
+        if not adds[call.op]:
             continue
-        read = dict.fromkeys(program.values[value].root for value in call.reads)
+        read = program.roots(call.reads)
         at = next((sum_of[root] for root in read if root in sum_of), len(sums))
         if at == len(sums):
             sums.append(([], []))
         additions, summands = sums[at]
         additions.append(call.op)
-        sum_of |= {value: at for value in call.outputs if value is not None}
+        sum_of |= dict.fromkeys(call.made, at)
         summands += [
             root
             for root in read
-            if root in readers and root not in sum_of and root not in given
+            if root in readers and root not in sum_of and root not in returned
             if all(adds[reader] for reader in readers[root])
         ]
     return sums
-
-
-def _readers(program: StepProgram) -> dict[int, set[int]]:
-    """Return {computed tensor: ops that read it, or a view of it}."""
-    readers: defaultdict[int, set[int]] = defaultdict(set)
-    made = program.producers()
-    for call in program.calls:
-        for root in (program.values[value].root for value in call.reads):
-            if call.op != VIEW and root in made:
-                readers[root].add(call.op)
-    return readers
 
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
@@ -117,21 +106,13 @@ class CallGraph:
     node_of_call: Mapping[str, int]
 
     def devices_of_calls(self, devices: Sequence[Device]) -> dict[str, Device]:
-        """Return {key of a call: its device}, given the device of every node, (G,).
-
-        Raises:
-            ValueError: the number of devices is not the number of nodes.
-        """
+        """Return {key of a call: its device}, from the device of every node, (G,)."""
         if len(devices) != len(self.graph):
             raise ValueError(f"{len(devices)} devices are not for {len(self.graph)} nodes")
         return {key: devices[node] for key, node in self.node_of_call.items()}
 
     def launch_order(self, priority: Sequence[float]) -> tuple[str, ...]:
-        """Return the keys of all calls by descending priority, given that of every node, (G,).
-
-        Raises:
-            ValueError: the number of priorities is not the number of nodes.
-        """
+        """Return the keys of all calls by descending priority, from that of every node, (G,)."""
         if len(priority) != len(self.graph):
             raise ValueError(f"{len(priority)} priorities are not for {len(self.graph)} nodes")
         keys = self.node_of_call
@@ -182,12 +163,11 @@ def _carriers(program: ForwardProgram, computing: Iterable[str]) -> dict[str, st
             carrier.setdefault(key, carrier[known or key])
     reader: dict[int, str] = {}
     for call in reversed(program.calls):
-        made = [value for value in call.outputs if value is not None]
-        read_by = next((reader[value] for value in made if value in reader), None)
-        if found := carrier.get(call.key, read_by):
-            carrier[call.key] = found
-            reader |= dict.fromkeys(call.reads, found)
-    makers = program.makers()
+        read_by = next((reader[value] for value in call.made if value in reader), None)
+        if known := carrier.get(call.key, read_by):
+            carrier[call.key] = known
+            reader |= dict.fromkeys(call.reads, known)
+    makers = program.producers()
     for call in program.calls:
         if call.key not in carrier:
             read = (program.calls[makers[v]].key for v in call.reads if v in makers)
@@ -279,7 +259,7 @@ def gradient_makers(
     It is empty without a program. A parameter lives with the first op that reads it. With
     ``calls``, ids are those of the nodes that the ops are in.
     """
-    program = extraction.own_program
+    program = extraction.step_program
     if program is None:
         return {}
     ids = tuple(extraction.graph)
@@ -288,20 +268,18 @@ def gradient_makers(
         ids = tuple(nodes[node] for node in calls.node_of.tolist())
     names = {s.value: s.name for s in program.sources if s.role == "parameter"}
     home: dict[str, int] = {}
-    for call in program.calls:
-        if call.op == VIEW:
-            continue
-        for root in (program.values[value].root for value in call.reads):
+    for call in program.op_calls:
+        for root in program.roots(call.reads):
             if root in names:
-                home.setdefault(program.ties.get(names[root], names[root]), call.op)
-    producer = program.producers()
-    found: defaultdict[str, dict[str, None]] = defaultdict(dict)
+                home.setdefault(program.first_name(names[root]), call.op)
+    makers = program.makers()
+    made_by: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for name, value in program.gradients.items():
-        own = home.get(program.ties.get(name, name))
-        made = producer.get(program.values[value].root)
-        if own is not None and made is not None and program.calls[made].op != VIEW:
-            found[ids[own]][ids[program.calls[made].op]] = None
-    return {op_id: tuple(makers) for op_id, makers in found.items()}
+        reader = home.get(program.first_name(name))
+        maker = makers.get(program.values[value].root)
+        if reader is not None and maker is not None:
+            made_by[ids[reader]][ids[maker]] = None
+    return {op_id: tuple(ops) for op_id, ops in made_by.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,11 +290,7 @@ class ModuleMap:
     modules: tuple[str, ...]
 
     def devices_of_calls(self, devices: Sequence[Device]) -> dict[str, Device]:
-        """Return {path of a module: its device}, given the device of every op, (N,).
-
-        Raises:
-            ValueError: the number of devices is not the number of ops.
-        """
+        """Return {path of a module: its device}, from the device of every op, (N,)."""
         if len(devices) != len(self.modules):
             raise ValueError(f"{len(devices)} devices are not for {len(self.modules)} ops")
         return dict(zip(self.modules, devices, strict=True))
@@ -328,11 +302,7 @@ class ModuleMap:
 
 
 def placeable(extraction: Extraction) -> CallGraph | ModuleMap:
-    """Return the graph that torch devices can run: of the exported calls, else of the modules.
-
-    Raises:
-        ExtractionError: the step was recorded, or torch devices cannot run its export.
-    """
+    """Return the graph that torch devices can run: of the exported calls, else of the modules."""
     if extraction.extractor == "modules":
         return module_map(extraction)
     return call_graph(extraction)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 VIEW: Final = -1
 Role: TypeAlias = Literal[
@@ -27,6 +28,7 @@ Role: TypeAlias = Literal[
     "step_count",  # the number of the parameter's update, from 1
     "learning_rate",
 ]
+ResultRole: TypeAlias = Literal["output", "gradient", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class Ref:
     """Placeholder for a tensor in the arguments of a call: ``program.values[value]``."""
 
     value: int
+
+
+def values_in(tree: Any) -> tuple[int, ...]:
+    """Return the values that nested arguments refer to, each once."""
+    return tuple(dict.fromkeys(x.value for x in tree_leaves(tree) if isinstance(x, Ref)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,11 @@ class Call:
     shows_part: bool = False  # an op that is a view of a part of the first value it reads
     writes: tuple[int, ...] = ()  # values read that change in place (optimizers only)
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        """Values of the results that something reads."""
+        return tuple(value for value in self.outputs if value is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -118,7 +130,7 @@ class Result:
     """A value that the step returns: an output, a gradient, the new value of mutated state."""
 
     value: int
-    role: Literal["output", "gradient", "state"]
+    role: ResultRole
     name: str  # parameter or buffer name; position of an output
 
 
@@ -140,14 +152,26 @@ class StepProgram:
     ties: Mapping[str, str] = field(default_factory=dict)  # {further name: first name} of a tensor
     gradients: Mapping[str, int] = field(default_factory=dict)  # {parameter: value}
 
+    @property
+    def op_calls(self) -> Iterator[Call]:
+        """Yield the calls that belong to ops, all but those of whole views."""
+        return (call for call in self.calls if call.op != VIEW)
+
     def producers(self) -> dict[int, int]:
         """Return {value: index of the call that makes it}, without sources."""
-        return {
-            value: index
-            for index, call in enumerate(self.calls)
-            for value in call.outputs
-            if value is not None
-        }
+        return {value: index for index, call in enumerate(self.calls) for value in call.made}
+
+    def makers(self) -> dict[int, int]:
+        """Return {value: op that makes it}, without sources; a root is never made by a view."""
+        return {value: call.op for call in self.calls for value in call.made}
+
+    def roots(self, values: Iterable[int]) -> tuple[int, ...]:
+        """Return the tensors under values, each once."""
+        return tuple(dict.fromkeys(self.values[value].root for value in values))
+
+    def first_name(self, name: str) -> str:
+        """Return the first of the names that a parameter or buffer has."""
+        return self.ties.get(name, name)
 
     def updates(self) -> dict[int, str]:
         """Return {op that writes in place: name of the parameter that it updates}."""
@@ -159,22 +183,20 @@ class StepProgram:
         """Return {op that writes in place: all other ops that read what it writes, or make it}."""
         first: dict[str, int] = {}
         same = {  # the first of tied names stands for all
-            s.value: first.setdefault(self.ties.get(s.name, s.name), s.value)
+            s.value: first.setdefault(self.first_name(s.name), s.value)
             for s in self.sources
             if s.role == "parameter"
         }
 
-        def tensor(value: int) -> int:
-            root = self.values[value].root
-            return same.get(root, root)
+        def tensors(values: Iterable[int]) -> list[int]:
+            return [same.get(root, root) for root in self.roots(values)]
 
         users: defaultdict[int, set[int]] = defaultdict(set)
-        for call in self.calls:
-            if call.op != VIEW:
-                for value in (*call.reads, *(v for v in call.outputs if v is not None)):
-                    users[tensor(value)].add(call.op)
+        for call in self.op_calls:
+            for tensor in tensors((*call.reads, *call.made)):
+                users[tensor].add(call.op)
         return {
-            call.op: {op for value in call.writes for op in users[tensor(value)]} - {call.op}
+            call.op: set().union(*(users[tensor] for tensor in tensors(call.writes))) - {call.op}
             for call in self.calls
             if call.writes
         }

@@ -27,11 +27,7 @@ SCALAR: Final = ()
 def with_optimizer(
     program: StepProgram, facts: Sequence[OpFacts], optimizer: Optimizer
 ) -> tuple[StepProgram, tuple[OpFacts, ...]]:
-    """Append updates to a program and the facts of its ops; gradients are no longer results.
-
-    Raises:
-        StepError: a parameter cannot be updated in place; the message says why.
-    """
+    """Append updates to a program and the facts of its ops; gradients are no longer results."""
     return _Updates(program, facts, optimizer).build()
 
 
@@ -75,7 +71,7 @@ class _Updates:
                 f"{form.shape} and strides {form.stride}, but must be a floating-point tensor "
                 "without gaps; place the step without optimizer"
             )
-        module, _, own_name = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         if not self.values[gradient].is_laid_out_as(form):
             gradient = self._laid_out(module, parameter, gradient)
         kept = [
@@ -84,16 +80,20 @@ class _Updates:
         ]
         counts = []
         if self.optimizer.counts_steps:
-            counts.append(self._source("step_count", name, SCALAR, SCALAR, torch.float32))
+            counts = [self._source("step_count", name, SCALAR, SCALAR, torch.float32)]
         kernel, numbers = self.optimizer.kernel
         lists = [kept[:1], kept[1:], [], counts] if counts else [kept]
         self._call(
-            f"{self.optimizer.kind}.{own_name}",
+            f"{self.optimizer.kind}.{leaf}",
             module,
             Call(
                 op=len(self.facts),
                 target=f"aten.{kernel}.tensor_lr",
-                args=([Ref(parameter)], [Ref(gradient)], *([Ref(v) for v in own] for own in lists)),
+                args=(
+                    [Ref(parameter)],
+                    [Ref(gradient)],
+                    *([Ref(v) for v in state] for state in lists),
+                ),
                 kwargs={"lr": Ref(rate), **numbers},
                 outputs=(),
                 tuple_result=True,

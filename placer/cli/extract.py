@@ -156,7 +156,7 @@ def _graph(
     from envs.hardware.discover import is_here
     from envs.runtime import costed, runtime_for
     from graphs.extract import extract
-    from graphs.extract.trial import check_has_memory
+    from graphs.extract.eager import check_has_memory
     from placer.sources.target import is_graph_file, load_graph_target
 
     if is_graph_file(args.target):

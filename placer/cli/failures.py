@@ -21,13 +21,22 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_BYTES: Final = 4096
 """Assumed size of any result: one block of a file system, which a full disk lacks."""
 
+REMEDIES: Final = {
+    "modules": "--extractor modules",
+    "fp32": "--dtype fp32",
+    "no costs": "placer extract --costs none",
+}
+"""{remedy of an ExtractionError: the option that applies it}."""
+
 
 def fail(code: int, message: object) -> int:
     """Print a message to stderr, shortened to one line, and return the exit code."""
     told = message
     if isinstance(message, OSError):
         told = why_no_memory(message) or file_error_message(message)
-    print(f"placer: {brief(str(told))}", file=sys.stderr)
+    option = REMEDIES.get(getattr(message, "remedy", None) or "")
+    advice = f" Try {option}." if option else ""
+    print(f"placer: {brief(str(told))}{advice}", file=sys.stderr)
     return code
 
 

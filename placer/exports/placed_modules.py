@@ -291,7 +291,7 @@ def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
     ops or the calls of the extraction.
     """
     own = tuple(extraction.graph)
-    if graph.ids == own and extraction.own_forward is not None:
+    if graph.ids == own and extraction.forward_program is not None:
         return extraction.call_of
     if graph.ids == own:
         return tuple(
@@ -307,7 +307,7 @@ def _forward_id(op_id: str, phase: int) -> str:
 
 def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
     of_ops = GraphArrays.from_graph(extraction.graph)
-    if extraction.own_forward is None or placement.graph == of_ops.hash:
+    if extraction.forward_program is None or placement.graph == of_ops.hash:
         return of_ops
     if not placement.graph and set(of_ops.ids) <= set(placement.ops):
         return of_ops

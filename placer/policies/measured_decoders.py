@@ -20,7 +20,7 @@ from envs.problem import Problem
 from envs.runtime import Runtime, calibrated, costed, runtime_for
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.extract import ExtractionError, Workload, extract
-from graphs.extract.trial import check_has_memory
+from graphs.extract.eager import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
 from placer.search.compilation import load_compiled_code

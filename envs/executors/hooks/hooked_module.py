@@ -16,8 +16,8 @@ from envs.executors.state_devices import State, StateDevices, states_of
 from envs.executors.torch.placed_module import SHARED, full_device
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
-from graphs.extract.calls import and_outer, module_paths
-from graphs.extract.trial import forward_of
+from graphs.extract.eager import run_step
+from graphs.extract.module_calls import and_outer, module_paths
 from graphs.names import suggestion
 
 
@@ -136,7 +136,7 @@ class HookedModule(nn.Module):
                 entered.enter_context(torch.no_grad())
             entered.enter_context(autocast(step.dtype, self._types))
             entered.enter_context(self._hooks.outside_modules())
-            return forward_of(step)
+            return run_step(step)
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """Run one step on a batch as a data loader gives it.

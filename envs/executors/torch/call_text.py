@@ -15,9 +15,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from graphs.extract.calls import operator_name
-from graphs.extract.convert import IGNORED
 from graphs.extract.export.forward import ForwardCall
+from graphs.extract.fx_nodes import IGNORED, operator_name
 from graphs.extract.program import Ref
 
 DEVICE: Final = "device"

@@ -60,7 +60,7 @@ class ForwardWriter:
 
     def __init__(self, program: ForwardProgram) -> None:
         self.program = program
-        self.producers = program.makers()
+        self.producers = program.producers()
         self.texts = [CallText(i, call) for i, call in enumerate(program.calls)]
         self.written = frozenset().union(*(call.writes for call in program.calls))
 

@@ -23,9 +23,9 @@ from envs.executors.torch.forward_source import ForwardWriter, LaunchOrder
 from envs.executors.torch.updates import Updates
 from graphs.extract import Extraction, extract
 from graphs.extract.autocast import autocasting
-from graphs.extract.calls import and_outer
 from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.export.trace import Position
+from graphs.extract.module_calls import and_outer
 
 
 def extracted_in_other_mode(extraction: Extraction) -> Extraction:

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphs.extract.calls import operator_name, owner
-from graphs.extract.convert import IGNORED
-from graphs.extract.lineage import bodies, tagged_call
-from graphs.extract.program import Ref, Role, Source
+from graphs.extract.fx_nodes import (
+    IGNORED,
+    bodies,
+    members_of,
+    operator_name,
+    owner,
+    tagged_call,
+    written_arguments,
+)
+from graphs.extract.program import Ref, Role, Source, values_in
 from graphs.workload import WRAPPED, unwrapped
 
 
@@ -50,6 +56,11 @@ class ForwardCall:
     is_random: bool
     is_free: bool
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        """Values of the results that something reads."""
+        return tuple(value for value in self.outputs if value is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardProgram:
@@ -77,7 +88,7 @@ class ForwardProgram:
         """
         members: defaultdict[int, dict[str, None]] = defaultdict(dict)
         for call in self.calls:
-            made = {self.storage_of[value] for value in call.outputs if value is not None}
+            made = {self.storage_of[value] for value in call.made}
             for storage in sorted(call.writes | (call.touches & made)):
                 members[storage][call.key] = None
         return tuple(tuple(keys) for keys in members.values() if len(keys) > 1)
@@ -90,23 +101,17 @@ class ForwardProgram:
         """
         reader: dict[int, str] = {}
         for call in reversed(self.calls):
-            made = (value for value in call.outputs if value is not None)
             key = call.key
             if call.is_free:
-                key = next((reader[value] for value in made if value in reader), "")
+                key = next((reader[value] for value in call.made if value in reader), "")
             if key:
                 reader |= dict.fromkeys(call.reads, key)
         states = (s.value for s in self.sources if s.role in ("parameter", "buffer"))
         return {value: reader[value] for value in states if value in reader}
 
-    def makers(self) -> dict[int, int]:
+    def producers(self) -> dict[int, int]:
         """Return {value: index of the call that makes it}, without sources."""
-        return {
-            value: index
-            for index, call in enumerate(self.calls)
-            for value in call.outputs
-            if value is not None
-        }
+        return {value: index for index, call in enumerate(self.calls) for value in call.made}
 
 
 def forward_program(
@@ -119,31 +124,15 @@ def forward_program(
 ) -> ForwardProgram:
     """Build the program of an exported forward pass whose calls are tagged.
 
-    Args:
-        exported: the graph, with fake tensors that share storage as the real ones will.
-        state: parameters and buffers of the step by name.
-        prefix: what module paths have before the model's own.
-        mutated: names of the state that the step changes. Its readers count as writers: the schema
-            of batch_norm, for one, hides that it writes.
-        counted: keys of the calls that ops of the graph stem from; they are not free.
+    Fake tensors of ``exported`` share storage as the real ones will. ``state`` holds parameters and
+    buffers of the step, ``prefix`` is what module paths have before the model's own. Readers of
+    ``mutated`` state count as writers: the schema of batch_norm, for one, hides that it writes.
+    Calls with the keys ``counted``, from which ops of the graph stem, are not free.
     """
     reader = _Reader(exported, state, prefix)
     for node in exported.graph.nodes:
         reader.read(node)
     return reader.program(mutated, counted)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """A call whose written storages are not known yet."""
-
-    node: fx.Node
-    key: str
-    module: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: tuple[int | None, ...]
-    reads: tuple[int, ...]
 
 
 class _Reader:
@@ -161,7 +150,7 @@ class _Reader:
         self.bodies: dict[fx.Node, fx.GraphModule] = {}
         self.values_of_state: dict[int, int] = {}  # by the identity of the tensor, for ties
         self.sources: list[Source] = []
-        self.found: list[_Found] = []
+        self.calls: list[ForwardCall] = []
         self.results: tuple[Any, ...] = ()
         self.inputs = 0
 
@@ -175,38 +164,27 @@ class _Reader:
                 self._attribute(node)
             case "call_function" if node.target is not operator.getitem:
                 if operator_name(node.target) not in IGNORED:
-                    self._call(node)
+                    self.calls.append(self._call(node))
             case "call_function":
                 assert node in self.values or not node.users, f"{node} is no member of a tuple"
             case "output":
-                self.results = tuple(tree_leaves(self._plain(node.args[0]), is_leaf=_is_ref))
+                self.results = tuple(tree_leaves(self._plain(node.args[0])))
 
     def program(self, mutated: Collection[str], counted: Collection[str]) -> ForwardProgram:
-        written = [self._written(call) for call in self.found]
+        """Return the program; only now is it known which storages are written."""
         read_state = (self.values_of_state.get(id(self.state[name])) for name in mutated)
-        changing = {self.storage_of[value] for value in read_state if value is not None}
-        shared = changing.union(*written)
+        changing = self._storages(value for value in read_state if value is not None)
+        shared = changing.union(*(call.writes for call in self.calls))
         calls = []
-        for call, own in zip(self.found, written, strict=True):
-            read = {self.storage_of[value] for value in call.reads}
-            made = {self.storage_of[value] for value in call.outputs if value is not None}
-            touches = frozenset(shared & (read | made))
-            is_random = _is_random(self.exported, call.node)
+        for call in self.calls:
+            read = self._storages(call.reads)
+            touches = shared & (read | self._storages(call.made))
             calls.append(
-                ForwardCall(
-                    key=call.key,
-                    op=operator_name(call.node.target),
-                    module=call.module,
-                    target=cast("Callable[..., Any]", call.node.target),
-                    args=call.args,
-                    kwargs=call.kwargs,
-                    outputs=call.outputs,
-                    tuple_result=not isinstance(call.node.meta.get("val"), torch.Tensor),
-                    reads=call.reads,
+                replace(
+                    call,
                     touches=touches,
-                    writes=frozenset(own | (changing & read)),
-                    is_random=is_random,
-                    is_free=not (touches or is_random or call.key in counted),
+                    writes=call.writes | (changing & read),
+                    is_free=not (touches or call.is_random or call.key in counted),
                 )
             )
         return ForwardProgram(
@@ -216,27 +194,26 @@ class _Reader:
             results=self.results,
         )
 
-    def _source(self, node: fx.Node, role: Role, name: str, held: torch.Tensor) -> None:
-        value = self._value(node, node.meta.get("val", held))
-        constant = held.detach() if role == "constant" else None
+    def _source(self, node: fx.Node, role: Role, name: str, tensor: torch.Tensor) -> None:
+        value = self._value(node, node.meta.get("val", tensor))
+        constant = tensor.detach() if role == "constant" else None
         self.sources.append(Source(value, role, name, constant))
 
     def _attribute(self, node: fx.Node) -> None:
-        held: Any = self.exported
-        for part in str(node.target).split("."):
-            held = getattr(held, part)
-        if isinstance(held, fx.GraphModule):
-            self.bodies[node] = held
+        path = str(node.target)
+        attribute = operator.attrgetter(path)(self.exported)
+        if isinstance(attribute, fx.GraphModule):
+            self.bodies[node] = attribute
             return
-        name = unwrapped(str(node.target)) if self.prefix == WRAPPED else str(node.target)
-        if name in self.state and id(self.state[name]) in self.values_of_state:
+        name = unwrapped(path) if self.prefix == WRAPPED else path
+        if name not in self.state:
+            self._source(node, "constant", path, attribute)
+        elif id(self.state[name]) in self.values_of_state:
             self.values[node] = self.values_of_state[id(self.state[name])]
-        elif name in self.state:
-            is_parameter = isinstance(self.state[name], torch.nn.Parameter)
-            self._source(node, "parameter" if is_parameter else "buffer", name, held)
-            self.values_of_state[id(self.state[name])] = self.values[node]
         else:
-            self._source(node, "constant", str(node.target), held)
+            is_parameter = isinstance(self.state[name], torch.nn.Parameter)
+            self._source(node, "parameter" if is_parameter else "buffer", name, attribute)
+            self.values_of_state[id(self.state[name])] = self.values[node]
 
     def _value(self, node: fx.Node, tensor: torch.Tensor) -> int:
         index = len(self.storage_of)
@@ -244,32 +221,38 @@ class _Reader:
         self.values[node] = index
         return index
 
-    def _call(self, node: fx.Node) -> None:
+    def _storages(self, values: Iterable[int]) -> frozenset[int]:
+        return frozenset(self.storage_of[value] for value in values)
+
+    def _call(self, node: fx.Node) -> ForwardCall:
+        """Return a call with the storages that it is declared to write."""
         module, _ = owner(node, self.prefix) or ("", "")
         args, kwargs = self._plain(tuple(node.args)), self._plain(dict(node.kwargs))
-        refs = [leaf for leaf in tree_leaves((args, kwargs), is_leaf=_is_ref) if _is_ref(leaf)]
-        result = node.meta.get("val")
-        if isinstance(result, torch.Tensor):
-            outputs: list[int | None] = [self._value(node, result)]
-        else:
-            outputs = [None] * len(result or ())
-            for user in node.users:
-                if user.target is operator.getitem:
-                    position = cast(int, user.args[1])
-                    if outputs[position] is None:
-                        outputs[position] = self._value(user, cast(Any, result)[position])
-                    else:
-                        self.values[user] = cast(int, outputs[position])
-        self.found.append(
-            _Found(
-                node=node,
-                key=tagged_call(node) or "",
-                module=module,
-                args=args,
-                kwargs=kwargs,
-                outputs=tuple(outputs),
-                reads=tuple(dict.fromkeys(ref.value for ref in refs)),
-            )
+        result: Any = node.meta.get("val")
+        is_tensor = isinstance(result, torch.Tensor)
+        outputs: list[int | None] = [self._value(node, result)] if is_tensor else []
+        for position, users in enumerate(() if is_tensor else members_of(node)):
+            outputs.append(self._value(users[0], result[position]) if users else None)
+            self.values |= dict.fromkeys(users, self.values[users[0]])
+        written = list(written_arguments(node.target, args, kwargs))
+        if not isinstance(node.target, torch._ops.OpOverload):
+            for body in bodies(self.exported, node):
+                inputs = zip(_operands(args), _written_inputs(body), strict=True)
+                written += [operand for operand, is_written in inputs if is_written]
+        return ForwardCall(
+            key=tagged_call(node) or "",
+            op=operator_name(node.target),
+            module=module,
+            target=cast("Callable[..., Any]", node.target),
+            args=args,
+            kwargs=kwargs,
+            outputs=tuple(outputs),
+            tuple_result=not is_tensor,
+            reads=values_in((args, kwargs)),
+            touches=frozenset(),
+            writes=self._storages(values_in(written)),
+            is_random=_is_random(self.exported, node),
+            is_free=False,
         )
 
     def _plain(self, argument: Any) -> Any:
@@ -280,27 +263,6 @@ class _Reader:
 
         return tree_map(plain, argument)
 
-    def _written(self, call: _Found) -> set[int]:
-        """Return the storages that a call is declared to write."""
-        target = call.node.target
-        if isinstance(target, torch._ops.OpOverload):
-            written = [
-                call.args[i] if i < len(call.args) else call.kwargs.get(argument.name)
-                for i, argument in enumerate(target._schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-        else:
-            written = [
-                operand
-                for body in bodies(self.exported, call.node)
-                for operand, is_written in zip(
-                    _operands(call.args), _written_inputs(body), strict=True
-                )
-                if is_written
-            ]
-        refs = tree_leaves(written, is_leaf=_is_ref)
-        return {self.storage_of[ref.value] for ref in refs if _is_ref(ref)}
-
 
 def _operands(args: tuple[Any, ...]) -> tuple[Any, ...]:
     first = next(i for i, argument in enumerate(args) if isinstance(argument, fx.GraphModule))
@@ -309,15 +271,13 @@ def _operands(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _written_inputs(body: fx.GraphModule) -> list[bool]:
     """Return, for every input of a nested graph, whether a call in it writes the storage."""
-    written: set[int] = set()
-    for node in body.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for i, argument in enumerate(node.target._schema.arguments):
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                nodes = [leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node)]
-                written |= {_storage(leaf.meta["val"]) for leaf in nodes}
+    written = {
+        _storage(leaf.meta["val"])
+        for node in body.graph.nodes
+        if node.op == "call_function"
+        for leaf in tree_leaves(list(written_arguments(node.target, node.args, node.kwargs)))
+        if isinstance(leaf, fx.Node)
+    }
     inputs = [node.meta.get("val") for node in body.graph.nodes if node.op == "placeholder"]
     return [isinstance(val, torch.Tensor) and _storage(val) in written for val in inputs]
 
@@ -336,7 +296,3 @@ def _is_random(module: fx.GraphModule, node: fx.Node) -> bool:
         for inner in body.graph.nodes
         if inner.op == "call_function"
     )
-
-
-def _is_ref(leaf: Any) -> bool:
-    return isinstance(leaf, Ref)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -29,19 +31,12 @@ from graphs.extract.autocast import (
     share_casts,
     without_casts,
 )
-from graphs.extract.buffers import written_when_assigned
 from graphs.extract.convert import Traced
-from graphs.extract.lineage import tag_calls
-from graphs.extract.program import Result, Source
-from graphs.extract.refusals import (
-    explained,
-    own_backward_refused,
-    quiet,
-    wants_input_gradient,
-    writes_input,
-)
-from graphs.extract.substitute import in_its_mode, with_distinct_inputs
-from graphs.extract.trial import without_meta
+from graphs.extract.eager import without_meta
+from graphs.extract.errors import custom_backward_refused, wants_input_gradient, writes_input
+from graphs.extract.fx_nodes import tag_calls
+from graphs.extract.model_state import tracing, with_distinct_inputs, written_when_assigned
+from graphs.extract.program import Result, ResultRole, Role, Source
 from graphs.precision import FULL
 from graphs.workload import (
     WRAPPED,
@@ -90,30 +85,18 @@ class Position:
 
 
 def trace(step: Workload) -> Traced:
-    """Trace one step; the model is left as it was.
+    """Trace one step by torch.export; the model is left as it was.
 
     Modules in eval mode within a model in train mode stay in eval mode; only a model that is not in
     the step's mode as a whole is switched meanwhile. A model on the meta device is traced on fake
     tensors, without memory for its parameters.
-
-    Raises:
-        ExtractionError: torch cannot export it; the message carries torch's own reason.
     """
-    try:
-        with quiet(), in_its_mode(step), without_meta(step) as traceable:
-            distinct = with_distinct_inputs(traceable)
-            if step.training:
-                return _joint(distinct)
-            return _inference(distinct) if step.dtype == FULL else _mixed_inference(distinct)
-    except ExtractionError:
-        raise
-    except Exception as error:
-        raise ExtractionError(explained(step, error, "exported")) from error
-
-
-def _joint(step: Workload) -> Traced:
-    with cell_by_cell(step):
-        return _described(LossModule(step), step)
+    with tracing(step, "exported"), without_meta(step) as traceable:
+        distinct = with_distinct_inputs(traceable)
+        if step.training:
+            with cell_by_cell(distinct):
+                return _described(LossModule(distinct), distinct)
+        return _inference(distinct) if step.dtype == FULL else _mixed_inference(distinct)
 
 
 def _mixed_inference(step: Workload) -> Traced:
@@ -134,7 +117,7 @@ def _described(wrapper: nn.Module, step: Workload) -> Traced:
     arguments = step.step_inputs, dict(step.keywords)
     with (
         autocast(step.dtype),
-        own_backward_refused(step, functions=True, saving=True),
+        custom_backward_refused(step, functions=True, saving=True),
         written_when_assigned(wrapper, unwrapped),
     ):
         program = torch.export.export(wrapper, *arguments, strict=False)
@@ -142,37 +125,86 @@ def _described(wrapper: nn.Module, step: Workload) -> Traced:
     assert isinstance(module, fx.GraphModule)
     tag_calls(module, WRAPPED)
     joint = _aot_graph(module, step)
-    graph = joint.graph
     leaves = tree_flatten(arguments)[0]
     sources: dict[fx.Node, Source] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" and _is_tensor(node.meta["desc"], leaves):
-            sources[node] = _joint_source(node.meta["desc"], leaves)
-            if sources[node].role == "tangent" and not _is_output(node.meta["desc"].output):
-                # The new value of mutated state is an output too, but has no gradient.
-                none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
-                sources[node] = Source(-1, "constant", "", none)
-    sources |= constants_of(joint)
-    output = next(node for node in graph.nodes if node.op == "output")
-    descriptions = output.meta["desc"]
+    for node in joint.graph.find_nodes(op="placeholder"):
+        description = node.meta["desc"]
+        position = getattr(description, "idx", None)
+        if position is not None and not isinstance(leaves[position], torch.Tensor):
+            continue  # a number, whose example value is part of the graph
+        role, name = _input_of(description, leaves)
+        if role == "tangent" and not _is_output(description.output):
+            # The new value of mutated state is an output too, but has no gradient.
+            none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            sources[node] = Source(-1, "constant", "", none)
+        else:
+            sources[node] = Source(-1, role, name)
+    (output,) = joint.graph.find_nodes(op="output")
     results: list[tuple[fx.Node, Result]] = []
     returned: list[Any] = []
-    for node, description in zip(output.args[0], descriptions, strict=True):
+    for node, description in zip(output.args[0], output.meta["desc"], strict=True):
         if _is_output(description):
             returned.append(Position(len(returned)) if isinstance(node, fx.Node) else node)
         if isinstance(node, fx.Node):
-            results.append((node, _joint_result(description, leaves)))
-    tree = program.call_spec.out_spec
-    assert tree is not None
+            results.append((node, Result(-1, *_output_of(description, leaves))))
+    assert program.call_spec.out_spec is not None
     return Traced(
-        graph=graph,
-        sources=sources,
+        graph=joint.graph,
+        sources=sources | constants_of(joint),
         results=results,
         prefix=WRAPPED,
         training=step.training,
-        outputs=tree_unflatten(returned, tree),
+        outputs=tree_unflatten(returned, program.call_spec.out_spec),
         exported=module,
     )
+
+
+INPUTS: Final[dict[str, Role]] = {
+    "ParamAOTInput": "parameter",
+    "BufferAOTInput": "buffer",
+    "PlainAOTInput": "input",
+    "TangentAOTInput": "tangent",
+}
+OUTPUTS: Final[dict[str, tuple[ResultRole, str]]] = {
+    "PlainAOTOutput": ("output", ""),
+    "GradAOTOutput": ("gradient", "grad_of"),
+    "InputMutationAOTOutput": ("state", "mutated_input"),
+}
+"""{kind of AOTAutograd's descriptor: role of the result, attribute that describes its input}."""
+
+
+def _input_of(description: Any, leaves: Sequence[Any]) -> tuple[Role, str]:
+    """Return the role and name of a described input."""
+    kind = type(description).__name__
+    if kind not in INPUTS:
+        raise ExtractionError(f"the traced step takes an input of kind {kind}, which no step has")
+    match role := INPUTS[kind]:
+        case "parameter" | "buffer":
+            return role, unwrapped(description.target)
+        case "input":
+            before = leaves[: description.idx]
+            return role, str(sum(isinstance(leaf, torch.Tensor) for leaf in before))
+    return role, ""
+
+
+def _output_of(description: Any, leaves: Sequence[Any]) -> tuple[ResultRole, str]:
+    """Return the role and name of a described output."""
+    kind = type(description).__name__
+    if kind not in OUTPUTS:
+        raise ExtractionError(f"the traced step gives an output of kind {kind}")
+    role, attribute = OUTPUTS[kind]
+    if role == "output":
+        return role, str(description.idx)
+    of, name = _input_of(getattr(description, attribute), leaves)
+    if of == "input" and role == "gradient":
+        raise wants_input_gradient(name)
+    if of == "input":
+        raise writes_input(f"tensor {name} of its inputs")
+    return role, name
+
+
+def _is_output(description: Any) -> bool:
+    return type(description).__name__ == "PlainAOTOutput"
 
 
 def _aot_graph(module: fx.GraphModule, step: Workload) -> fx.GraphModule:
@@ -214,134 +246,83 @@ def lstm_layers(step: Workload) -> tuple[str, ...]:
     return tuple(path or type(part).__name__ for path, part in named if isinstance(part, nn.LSTM))
 
 
-def _is_output(description: Any) -> bool:
-    return type(description).__name__ == "PlainAOTOutput"
-
-
-def _is_tensor(description: Any, leaves: list[Any]) -> bool:
-    """Return False for inputs such as numbers, whose example values are part of the graph."""
-    position = getattr(description, "idx", None)
-    return position is None or isinstance(leaves[position], torch.Tensor)
-
-
-def _joint_source(description: Any, leaves: list[Any]) -> Source:
-    match type(description).__name__:
-        case "ParamAOTInput":
-            return Source(-1, "parameter", unwrapped(description.target))
-        case "BufferAOTInput":
-            return Source(-1, "buffer", unwrapped(description.target))
-        case "PlainAOTInput":
-            before = leaves[: description.idx]
-            return Source(-1, "input", str(sum(isinstance(x, torch.Tensor) for x in before)))
-        case "TangentAOTInput":
-            return Source(-1, "tangent", "")
-        case kind:
-            raise ExtractionError(
-                f"the traced step takes an input of kind {kind}, which no step has"
-            )
-
-
-def _joint_result(description: Any, leaves: list[Any]) -> Result:
-    match type(description).__name__:
-        case "PlainAOTOutput":
-            return Result(-1, "output", str(description.idx))
-        case "GradAOTOutput":
-            source = _joint_source(description.grad_of, leaves)
-            if source.role == "input":
-                raise wants_input_gradient(source.name)
-            return Result(-1, "gradient", source.name)
-        case "InputMutationAOTOutput":
-            source = _joint_source(description.mutated_input, leaves)
-            if source.role == "input":
-                raise writes_input(f"tensor {source.name} of its inputs")
-            return Result(-1, "state", source.name)
-        case kind:
-            raise ExtractionError(f"the traced step gives an output of kind {kind}")
+EXPORT_INPUTS: Final[dict[InputKind, Role]] = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
 
 
 def _inference(step: Workload) -> Traced:
+    """Trace inference to the core graph, whose signature identifies inputs and outputs."""
     # In a wrapper submodules can have any names, and buffers can be assigned in any order.
     is_wrapped = bool(reserved_at_the_top(step.model) or step.model._buffers)
     prefix = WRAPPED if is_wrapped else ""
     model = ModelAlone(step) if prefix else step.model
-    named = unwrapped if prefix else str
+    named: Callable[[str], str] = unwrapped if prefix else str
     with written_when_assigned(model, named):
         program = torch.export.export(model, step.model_inputs, dict(step.keywords), strict=False)
     tag_calls(program.graph_module, prefix)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
     program = program.run_decompositions({})
-    graph = program.graph_module.graph
-    nodes = {node.name: node for node in graph.nodes}
+    nodes = {node.name: node for node in program.graph_module.graph.nodes}
     sources = constants_of(program.graph_module)
     tensors = 0
     for spec in program.graph_signature.input_specs:
-        node = nodes[spec.arg.name] if hasattr(spec.arg, "name") else None
-        if node is None:
+        if not hasattr(spec.arg, "name"):
             continue
-        target = spec.target or ""
-        match spec.kind:
-            case InputKind.PARAMETER:
-                sources[node] = Source(-1, "parameter", named(target))
-            case InputKind.BUFFER:
-                sources[node] = Source(-1, "buffer", named(target))
-            case InputKind.CONSTANT_TENSOR:
-                constant = program.constants[target]
-                assert isinstance(constant, torch.Tensor)
-                sources[node] = Source(-1, "constant", target, constant.detach())
-            case InputKind.USER_INPUT if isinstance(spec.arg, TensorArgument):
-                sources[node] = Source(-1, "input", str(tensors))
+        if spec.kind not in EXPORT_INPUTS:
+            raise ExtractionError(f"the exported model takes an input of kind {spec.kind.name}")
+        node = nodes[spec.arg.name]
+        match role := EXPORT_INPUTS[spec.kind]:
+            case "input" if isinstance(spec.arg, TensorArgument):
+                sources[node] = Source(-1, role, str(tensors))
                 tensors += 1
-            case InputKind.USER_INPUT:
-                pass
-            case kind:
-                raise ExtractionError(f"the exported model takes an input of kind {kind.name}")
+            case "parameter" | "buffer":
+                sources[node] = Source(-1, role, named(spec.target or ""))
+            case "constant":
+                constant = program.constants[spec.target or ""]
+                assert isinstance(constant, torch.Tensor)
+                sources[node] = Source(-1, role, spec.target or "", constant.detach())
     results: list[tuple[fx.Node, Result]] = []
-    leaves: list[Any] = []
+    returned: list[Any] = []
     for out in program.graph_signature.output_specs:
         name = getattr(out.arg, "name", None)
         match out.kind:
             case OutputKind.BUFFER_MUTATION | OutputKind.PARAMETER_MUTATION:
                 results.append((nodes[name or ""], Result(-1, "state", named(out.target or ""))))
             case OutputKind.USER_OUTPUT if name in nodes:
-                results.append((nodes[name], Result(-1, "output", str(len(leaves)))))
-                leaves.append(Position(len(leaves)))
+                results.append((nodes[name], Result(-1, "output", str(len(returned)))))
+                returned.append(Position(len(returned)))
             case OutputKind.USER_OUTPUT:
-                leaves.append(getattr(out.arg, "value", None))
+                returned.append(getattr(out.arg, "value", None))
             case OutputKind.USER_INPUT_MUTATION:
                 raise writes_input(f"its input {out.target}")
             case other:
                 raise ExtractionError(f"the exported model gives an output of kind {other.name}")
-    tree = program.call_spec.out_spec
-    assert tree is not None
+    assert program.call_spec.out_spec is not None
     return Traced(
-        graph=graph,
+        graph=program.graph_module.graph,
         sources=sources,
         results=results,
         prefix=prefix,
         training=False,
-        outputs=tree_unflatten(leaves, tree),
+        outputs=tree_unflatten(returned, program.call_spec.out_spec),
         exported=exported,
     )
 
 
-def constants_of(module: nn.Module) -> dict[fx.Node, Source]:
-    """Return the tensors that a traced graph holds itself.
-
-    Raises:
-        ExtractionError: it holds nested graphs.
-    """
-    assert isinstance(module, fx.GraphModule)
-    found: dict[fx.Node, Source] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value: object = module
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            if not isinstance(value, torch.Tensor):
-                raise ExtractionError(
-                    f"the step contains a nested graph ({node.target}); higher-order ops such as "
-                    "torch.cond cannot be placed yet"
-                )
-            found[node] = Source(-1, "constant", str(node.target), value.detach())
-    return found
+def constants_of(module: fx.GraphModule) -> dict[fx.Node, Source]:
+    """Return the tensors that a traced graph holds itself; nested graphs cannot be placed."""
+    constants: dict[fx.Node, Source] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if not isinstance(value, torch.Tensor):
+            raise ExtractionError(
+                f"the step contains a nested graph ({node.target}); higher-order ops such as "
+                "torch.cond cannot be placed yet"
+            )
+        constants[node] = Source(-1, "constant", str(node.target), value.detach())
+    return constants

@@ -17,10 +17,10 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphs.extract.calls import ModuleCall
-from graphs.extract.modules.units import Unit, Units
-from graphs.extract.refusals import writes_input
-from graphs.extract.trial import forward_of
+from graphs.extract.eager import run_step
+from graphs.extract.errors import writes_input
+from graphs.extract.fx_nodes import written_arguments
+from graphs.extract.module_calls import ModuleCall, Unit, Units
 from graphs.flops import flops_by_formula, is_composite
 from graphs.workload import Workload
 
@@ -49,14 +49,8 @@ class Flow(Units):
         self.with_gradient: set[str] = set()
         self.readers: defaultdict[str, dict[Unit, None]] = defaultdict(dict)
         self.written: set[str] = set()
-        self.inputs = {
-            self._key(x): i
-            for i, x in enumerate(
-                x
-                for x in tree_leaves((step.step_inputs, dict(step.keywords)))
-                if isinstance(x, torch.Tensor)
-            )
-        }
+        inputs = tensors_in((step.step_inputs, dict(step.keywords)))
+        self.inputs = {self._key(tensor): position for position, tensor in enumerate(inputs)}
         self.maker: dict[int, Unit] = {}
         self.edges: defaultdict[tuple[Unit, Unit], dict[int, int]] = defaultdict(dict)
         self.kept: defaultdict[tuple[Unit, Unit], dict[int, int]] = defaultdict(dict)
@@ -67,19 +61,20 @@ class Flow(Units):
     def run(self, step: Workload) -> None:
         """Run the step, in training with its backward pass."""
         with self.followed(), self._watching():
-            found = forward_of(step)
-            self.claim(found, self.unit)
-            for tensor in tensors_in(found):
+            output = run_step(step)
+            self.claim(output, self.unit)
+            for tensor in tensors_in(output):
                 if (maker := self.maker.get(self._key(tensor))) is not None:
                     self.handed_on[maker][self._key(tensor)] = bytes_of(tensor)
-            if step.training:
+            if not step.training:
+                return
+            self.is_backward = True
+            assert isinstance(output, torch.Tensor)
+            if output.requires_grad:
                 trained = {name: t for name, t in self.state.values() if t.requires_grad}
-                self.is_backward = True
-                assert isinstance(found, torch.Tensor)
-                if found.requires_grad:
-                    gradients = torch.autograd.grad(found, [*trained.values()], allow_unused=True)
-                    known = zip(trained, gradients, strict=True)
-                    self.with_gradient = {name for name, gradient in known if gradient is not None}
+                gradients = torch.autograd.grad(output, [*trained.values()], allow_unused=True)
+                pairs = zip(trained, gradients, strict=True)
+                self.with_gradient = {name for name, gradient in pairs if gradient is not None}
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Track the call; watch a thread that the model started until it leaves the call."""
@@ -103,14 +98,14 @@ class Flow(Units):
         for tensor in unknown:
             self.maker[self._key(tensor)] = unit
         super().left(call, outputs)
-        if self.depth == 0 and hasattr(self._watched, "until_left"):
+        if not self.stack and hasattr(self._watched, "until_left"):
             self._watched.until_left.close()
             del self._watched.until_left
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record one op that torch has dispatched."""
         made, read = list(tensors_in(result)), list(tensors_in((args, kwargs)))
-        written = list(_written(func, args, kwargs))
+        written = list(tensors_in(list(written_arguments(func, args, kwargs))))
         if not written and {*map(self._key, made)} <= {*map(self._key, read)}:
             return  # it only makes views of its inputs
         unit = self._undone() if self.is_backward else self.unit
@@ -158,9 +153,8 @@ class Flow(Units):
 
     def _edge(self, source: Unit, target: Unit, key: int, size: int) -> None:
         if source != target:
-            known = self.edges[source, target]
-            known[key] = max(size, known.get(key, 0))
-            self.handed_on[source][key] = max(size, self.handed_on[source].get(key, 0))
+            for sizes in (self.edges[source, target], self.handed_on[source]):
+                sizes[key] = max(size, sizes.get(key, 0))
 
     def _writes(self, unit: Unit, tensor: torch.Tensor) -> None:
         key = self._key(tensor)
@@ -228,12 +222,3 @@ def _saved(node: Node) -> Iterator[torch.Tensor]:
         # Torch raises for tensors overwritten since; then the backward pass fails too.
         with contextlib.suppress(RuntimeError):
             yield from tensors_in(getattr(node, name, None))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments that an op writes into."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))

@@ -9,136 +9,105 @@ and shares its device.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import networkx as nx
-import torch
 
-from graphs.extract.calls import Homes
+from graphs.extract.eager import check_gradients, runnable, try_fakes
+from graphs.extract.errors import custom_backward_refused
 from graphs.extract.export.trace import cell_by_cell
-from graphs.extract.gradients import check_gradients
+from graphs.extract.fx_nodes import numbered
+from graphs.extract.model_state import tracing
+from graphs.extract.module_calls import Homes, Unit
 from graphs.extract.modules.flow import Flow, Work, bytes_of
-from graphs.extract.modules.units import Unit
-from graphs.extract.refusals import explained, own_backward_refused, quiet
-from graphs.extract.substitute import in_its_mode
-from graphs.extract.trial import runnable, try_fakes
 from graphs.graph import add_edge, add_op, new_graph, topological_order
 from graphs.synthetic.mirror import backward_id
 from graphs.workload import ExtractionError, StepError, Workload
 
-
-@dataclass(frozen=True, slots=True)
-class ModuleGraph:
-    """A graph; ``units`` by op, also those of backward ops; ``forward_of`` as in an Extraction."""
-
-    graph: nx.DiGraph[str]
-    units: tuple[Unit, ...]
-    forward_of: tuple[int | None, ...]
+ModuleGraph: TypeAlias = "tuple[nx.DiGraph[str], tuple[Unit, ...], tuple[int | None, ...]]"
+"""A graph, the unit of each op, and the forward op of each backward op."""
 
 
 def module_graph(step: Workload) -> ModuleGraph:
-    """Build the graph of the module calls of one step; the model is left as it was.
-
-    Raises:
-        StepError: the model runs no ops.
-        ExtractionError: the model fails on the example inputs, its modules cannot be put in order,
-            or an optimizer is in the step.
-    """
+    """Build the graph of the module calls of one step; the model is left as it was."""
+    name = type(step.model).__name__
     if step.optimizer is not None:
         raise ExtractionError("a graph of modules has no ops for an optimizer: leave it out")
-    try:
-        with quiet(), in_its_mode(step), runnable(step) as copy, cell_by_cell(step):
-            try_fakes(copy)
-            flow = Flow(copy)
-            with own_backward_refused(step, saving=True):
-                flow.run(copy)
-    except ExtractionError:
-        raise
-    except Exception as error:
-        raise ExtractionError(explained(step, error, "run module by module")) from error
+    with tracing(step, "run module by module"), runnable(step) as copy, cell_by_cell(step):
+        try_fakes(copy)
+        flow = Flow(copy)
+        with custom_backward_refused(step, saving=True):
+            flow.run(copy)
     if not flow.forward:
-        raise StepError(f"{type(step.model).__name__} runs no ops on these inputs")
+        raise StepError(f"{name} runs no ops on these inputs")
     if step.training:
         check_gradients(step, flow.with_gradient)
-    found = _Builder(flow, type(step.model).__name__).graph()
+    builder = _Builder(flow, name)
+    graph = builder.graph()
     try:
-        topological_order(found.graph)
+        topological_order(graph)
     except ValueError as error:
-        raise ExtractionError(
-            f"the modules of {type(step.model).__name__} cannot be put in order: {error}"
-        ) from error
-    return found
+        raise ExtractionError(f"the modules of {name} cannot be put in order: {error}") from error
+    index = {unit: i for i, unit in enumerate(builder.forward)}
+    forward_of = (*(None for _ in index), *(index[unit] for unit in builder.backward))
+    return graph, (*builder.forward, *builder.backward), forward_of
 
 
 class _Builder:
     def __init__(self, flow: Flow, name: str) -> None:
         self.flow = flow
         self.forward = list(flow.forward)
-        self.backward = [u for u in reversed(self.forward) if u in set(flow.unit_of.values())]
-        if not flow.is_backward:
-            self.backward = []
-        self.ids = _ids(self.forward)
+        differentiated = set(flow.unit_of.values()) if flow.is_backward else set()
+        self.backward = [unit for unit in reversed(self.forward) if unit in differentiated]
+        keys = numbered(f"{unit.call.key}:{unit.op}" for unit in self.forward)
+        self.ids = dict(zip(self.forward, keys, strict=True))
         self.back_ids = {unit: backward_id(self.ids[unit]) for unit in self.backward}
-        self.home = self._homes()
         self.result = new_graph(name)
 
-    def graph(self) -> ModuleGraph:
+    def graph(self) -> nx.DiGraph[str]:
         """Add forward ops in the order in which they began, then backward ops in reverse order."""
         groups = self._groups()
-        parameters: Counter[Unit] = Counter()
-        gradients: Counter[Unit] = Counter()
-        for name, unit in self.home.items():
-            size = bytes_of(self._state[name])
-            parameters[unit] += size
-            gradients[unit] += size if name in self.flow.with_gradient else 0
-        kept = self._kept()
+        parameters, gradients = self._parameter_bytes()
+        kept: defaultdict[Unit, dict[int, int]] = defaultdict(dict)  # saved by autograd, each once
+        for (maker, _), sizes in self.flow.kept.items():
+            kept[maker] |= sizes
         for unit in self.forward:
-            work = self.flow.forward[unit]
-            output = self.flow.handed_on[unit] | kept[unit]
-            add_op(
-                self.result,
+            self._add(
                 self.ids[unit],
-                cost_s={},
-                op=unit.op,
-                module=unit.call.path,
-                flops=work.flops,
-                moved_bytes=work.moved_bytes,
-                output_bytes=sum(output.values()),
+                unit,
+                self.flow.forward[unit],
+                output_bytes=sum((self.flow.handed_on[unit] | kept[unit]).values()),
                 parameter_bytes=parameters[unit],
                 gradient_bytes=gradients[unit],
                 saved_bytes=sum(kept[unit].values()),
                 colocate=groups.get(unit),
             )
+        returned: Counter[Unit] = Counter()  # gradients of what a unit read
+        for (_, target), sizes in self.flow.edges.items():
+            returned[target] += sum(sizes.values())
         for unit in self.backward:
-            work = self.flow.backward.get(unit) or Work()
-            add_op(
-                self.result,
+            self._add(
                 self.back_ids[unit],
-                cost_s={},
-                op=unit.op,
+                unit,
+                self.flow.backward.get(unit) or Work(),
                 phase="backward",
-                module=unit.call.path,
-                flops=work.flops,
-                moved_bytes=work.moved_bytes,
-                output_bytes=sum(
-                    sum(sizes.values())
-                    for (_, target), sizes in self.flow.edges.items()
-                    if target == unit
-                ),
+                output_bytes=returned[unit],
                 colocate=groups[unit],
             )
         self._add_edges()
-        index = {unit: i for i, unit in enumerate(self.forward)}
-        return ModuleGraph(
-            self.result,
-            (*self.forward, *self.backward),
-            (*(None for _ in self.forward), *(index[unit] for unit in self.backward)),
-        )
+        return self.result
 
-    @property
-    def _state(self) -> dict[str, torch.Tensor]:
-        return dict(self.flow.state.values())
+    def _add(self, op_id: str, unit: Unit, work: Work, **attributes: Any) -> None:
+        add_op(
+            self.result,
+            op_id,
+            cost_s={},
+            op=unit.op,
+            module=unit.call.path,
+            flops=work.flops,
+            moved_bytes=work.moved_bytes,
+            **attributes,
+        )
 
     def _add_edges(self) -> None:
         for (source, target), sizes in self.flow.edges.items():
@@ -154,24 +123,23 @@ class _Builder:
         for (maker, reader), size in saved.items():
             add_edge(self.result, self.ids[maker], self.back_ids[reader], size)
 
-    def _kept(self) -> defaultdict[Unit, dict[int, int]]:
-        """Return {unit: bytes of the tensors that it makes and autograd saves, each once}."""
-        kept: defaultdict[Unit, dict[int, int]] = defaultdict(dict)
-        for (maker, _), sizes in self.flow.kept.items():
-            kept[maker] |= sizes
-        return kept
+    def _parameter_bytes(self) -> tuple[Counter[Unit], Counter[Unit]]:
+        """Return bytes of parameters, and of their gradients, by the unit that they belong to.
 
-    def _homes(self) -> dict[str, Unit]:
-        """Return {parameter: the unit it belongs to}: its first reader, else one of its module."""
+        That is the first reader of a parameter, else a unit of its module.
+        """
         flow = self.flow
-        homes: dict[str, Unit] = {}
+        parameters: Counter[Unit] = Counter()
+        gradients: Counter[Unit] = Counter()
         of_unread = Homes((unit, unit.call.path) for unit in self.forward)
         for name, tensor in flow.state.values():
             if id(tensor) not in flow.trained:
                 continue
-            readers = [unit for unit in flow.readers[name] if unit in flow.forward]
-            homes[name] = readers[0] if readers else of_unread.of(name)
-        return homes
+            readers = (unit for unit in flow.readers[name] if unit in flow.forward)
+            home = next(readers, None) or of_unread.of(name)
+            parameters[home] += bytes_of(tensor)
+            gradients[home] += bytes_of(tensor) if name in flow.with_gradient else 0
+        return parameters, gradients
 
     def _groups(self) -> dict[Unit, str]:
         """Return {unit: group} of units with a backward op, or with shared parameters or state."""
@@ -191,14 +159,3 @@ class _Builder:
             else:
                 groups |= {u: f"call {self.ids[u]}" for u in members if u in self.back_ids}
         return groups
-
-
-def _ids(units: Sequence[Unit]) -> dict[Unit, str]:
-    """Return keys ``module[@call]:class[#occurrence]``."""
-    seen: Counter[str] = Counter()
-    ids: dict[Unit, str] = {}
-    for unit in units:
-        key = f"{unit.call.key}:{unit.op}"
-        ids[unit] = f"{key}#{seen[key]}" if seen[key] else key
-        seen[key] += 1
-    return ids

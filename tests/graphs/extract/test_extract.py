@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
-from graphs.extract.calls import Homes
+from graphs.extract.module_calls import Homes
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays, attributes_of
 from tests.helpers import one_process, tiny_models

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphs.extract import ExtractionError, Workload, extract
-from graphs.extract.trial import check_has_memory
+from graphs.extract.eager import check_has_memory
 from tests.helpers import tiny_models
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import Plain, squared

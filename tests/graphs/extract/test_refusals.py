@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from envs.executors.cores.instruction_lists import device_lists
-from graphs.extract import ExtractionError, StepError, Workload, extract, refusals
-from graphs.extract.dispatch import trace
+from graphs.extract import ExtractionError, StepError, Workload, dispatch, errors, extract
+from graphs.extract.errors import first_line
 from graphs.extract.extraction import EXTRACTORS
-from graphs.extract.refusals import first_line
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, assert_same, eager, squared
 
@@ -102,8 +101,9 @@ def test_what_fails_under_autocast_only_is_told_to_leave_it(extractor: str) -> N
 
     step = Workload.of(Plain(correlated, linear=nn.Linear(8, 8)), X)
     assert extract(step, extractor).graph
-    with pytest.raises(ExtractionError, match="--dtype fp32") as refused:
+    with pytest.raises(ExtractionError, match="place it in fp32") as refused:
         extract(replace(step, dtype="bf16"), extractor)
+    assert refused.value.remedy == "fp32"
     assert "under torch.autocast in bf16" in str(refused.value)
 
 
@@ -174,7 +174,8 @@ def test_attributes_of_a_model_are_left_as_they_were(extractor: str, device: str
 
 
 def test_the_search_for_a_line_of_the_model_stops_where_the_recording_begins() -> None:
-    assert trace.record.__code__.co_filename == refusals.RECORDING
+    code = dispatch.record.__code__
+    assert (code.co_filename, code.co_name) == errors.RECORDING
 
 
 @EVERY_WAY

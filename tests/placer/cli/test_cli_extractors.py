@@ -89,6 +89,12 @@ def test_a_forced_extractor_falls_back_to_nothing(
     assert json.loads(capsys.readouterr().out)["extractor"] == "modules"
 
 
+def test_the_option_that_helps_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["extract", f"{model}:branching", "--json", "--devices", "cpu"]
+    assert main([*arguments, "--extractor", "dispatch"]) == 1
+    assert "Try --extractor modules." in capsys.readouterr().err
+
+
 def test_a_graph_of_modules_is_optimized_by_the_simulator(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def extracted(name: str) -> Extraction:
     if name in TRANSFORMERS:
         target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
         extraction = extract(tiny_transformers.load(target))
-        if extraction.own_forward is None:
+        if extraction.forward_program is None:
             pytest.skip(f"torch {torch.__version__} cannot export {name}")
         return extraction
     step = STEPS[name]()

@@ -1,4 +1,4 @@
-"""Messages about steps that cannot be extracted: torch's reason, the line of the model, advice.
+"""Errors about steps that cannot be extracted: torch's reason, the line of the model, advice.
 
 Torch's own output is suppressed meanwhile: its reasons are in its exceptions.
 
@@ -32,14 +32,15 @@ from graphs.precision import FULL
 from graphs.workload import ExtractionError, StepError, Workload
 
 FOLDER: Final = Path(__file__).parent
-OWN: Final = (str(FOLDER), workload.__file__)
-RECORDING: Final = str(FOLDER / "dispatch" / "trace.py")
-"""Callers of this file's code are not the model, so that the search for its line stops here."""
+PROJECT: Final = (str(FOLDER), workload.__file__)
+RECORDING: Final = (str(FOLDER / "dispatch.py"), "record")
+"""Callers of this function are not the model, so that the search for its line stops here."""
 TORCH: Final = str(Path(torch.__file__).parent)
 PYTHON: Final = str(Path(logging.__file__).parent.parent)
+READS_DATA: Final = "its control flow depends on the values in a tensor"
 DATA_DEPENDENT: Final = {
-    "GuardOnDataDependentSymNode": "its control flow depends on the values in a tensor",
-    "DataDependentOutputException": "its control flow depends on the values in a tensor",
+    "GuardOnDataDependentSymNode": READS_DATA,
+    "DataDependentOutputException": READS_DATA,
     "DynamicOutputShapeException": "the size of what {} returns depends on the values in a tensor",
 }
 """Torch's exceptions for what no fixed graph can hold, explained; {} is the exception's message."""
@@ -53,36 +54,45 @@ METHOD: Final = re.compile(r"<(?:slot wrapper|method) '(?P<what>[^']*)' of '[^']
 """ADDRESS and METHOD match how Python shows objects, which messages shorten to a name."""
 
 
-def explained(step: Workload, error: Exception, verb: str) -> str:
-    """Return the first line of torch's error, the line of the model, and what can be done.
+def explained(
+    step: Workload, error: Exception, verb: str, kind: type[ExtractionError] = ExtractionError
+) -> ExtractionError:
+    """Return an error with torch's reason, the line of the model, and what can be done.
 
     ``verb`` is what cannot be done to the model, as in "exported".
     """
-    lines, reason = _lines(error), first_line(error)
+    reason, remedy = first_line(error), None
     advice = "The model must run on the example inputs as they are given"
     if step.dtype != FULL:
         advice += (
-            f", under torch.autocast in {step.dtype}; if it does without autocast only, place it "
-            f"with --dtype {FULL}"
+            f", under torch.autocast in {step.dtype}; if it runs only without autocast, place it "
+            f"in {FULL}"
         )
+        remedy = FULL
     if type(error).__name__ in DATA_DEPENDENT:
         reason = DATA_DEPENDENT[type(error).__name__].format(reason)
         advice = (
             "Neither control flow nor the sizes of tensors may depend on values in tensors: "
             "compute both branches and choose with torch.where, or mask instead of selecting"
         )
+        remedy = None
     if UNDECODED in reason:
         reason = "torch takes no file names that are not UTF-8"
         advice = "Rename the file of the model and the folders that it is in, or set PYTHONUTF8=1"
-    places = [line for line in lines if line.startswith('File "')]
+        remedy = None
+    places = [line for line in _lines(error) if line.startswith('File "')]
     place = next(
-        (p for p in reversed(places) if "torch/" not in p and not any(own in p for own in OWN)), ""
+        (
+            place
+            for place in reversed(places)
+            if "torch/" not in place and not any(file in place for file in PROJECT)
+        ),
+        raised_at(error),
     )
-    kind = "training step" if step.training else "inference"
-    text = f"{type(step.model).__name__} cannot be {verb} for {kind}: {reason}"
-    if place := place or raised_at(error):
-        text += f" ({place})"
-    return f"{text}. {advice}."
+    mode = "training step" if step.training else "inference"
+    where = f" ({place})" if place else ""
+    text = f"{type(step.model).__name__} cannot be {verb} for {mode}: {reason}{where}. {advice}."
+    return kind(text, remedy=remedy)
 
 
 def unforeseen(step: Workload, error: Exception) -> str:
@@ -99,9 +109,9 @@ def first_line(error: Exception) -> str:
     >>> first_line(TypeError("no <__main__.Batch object at 0x7f63> here.\nSee above"))
     'no Batch here'
     """
-    told = next(iter(_lines(error)), type(error).__name__)
-    told = ADDRESS.sub(r"\g<what>", METHOD.sub(r"\g<what>", told))
-    return textwrap.shorten(told.rstrip(". "), 300, placeholder=" [...]")
+    line = next(iter(_lines(error)), type(error).__name__)
+    line = ADDRESS.sub(r"\g<what>", METHOD.sub(r"\g<what>", line))
+    return textwrap.shorten(line.rstrip(". "), 300, placeholder=" [...]")
 
 
 def _lines(error: Exception) -> list[str]:
@@ -117,21 +127,30 @@ def sentences(*parts: str) -> str:
     return " ".join(f"{part.rstrip('. ')}." for part in parts)
 
 
+def shown_lines(lines: tuple[str, ...], most: int = 3) -> str:
+    """Return the first lines of code for people to read, and how many more there are.
+
+    >>> shown_lines(("a", "b", "c", "d", "e"))
+    'a; b; c; and 2 more'
+    """
+    more = len(lines) - most
+    return "; ".join([*lines[:most], *([f"and {more} more"] if more > 0 else [])])
+
+
 def raised_at(error: Exception) -> str:
     """Return the innermost line of the model's code in an error's traceback, "" if none."""
-    found = ""
-    trace = error.__traceback__
+    line, trace = "", error.__traceback__
     while trace is not None:
         if _is_of_model(trace.tb_frame):
-            found = _line(trace.tb_frame, trace.tb_lineno)
+            line = _line(trace.tb_frame, trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return line
 
 
 def running_line() -> str:
     """Return the innermost line of the model's code that is running, "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _file(frame) != RECORDING:
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != RECORDING:
         if _is_of_model(frame):
             return _line(frame, frame.f_lineno)
         frame = frame.f_back
@@ -139,17 +158,15 @@ def running_line() -> str:
 
 
 def _is_of_model(frame: FrameType) -> bool:
-    name = _file(frame)
-    installed = "site-packages" in name
-    return not name.startswith((*OWN, TORCH, "<")) and (installed or not name.startswith(PYTHON))
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
+    file = frame.f_code.co_filename
+    installed = "site-packages" in file
+    return not file.startswith((*PROJECT, TORCH, "<")) and (
+        installed or not file.startswith(PYTHON)
+    )
 
 
 def _line(frame: FrameType, number: int) -> str:
-    return f'File "{_file(frame)}", line {number}, in {frame.f_code.co_name}'
+    return f'File "{frame.f_code.co_filename}", line {number}, in {frame.f_code.co_name}'
 
 
 def writes_input(which: str) -> StepError:
@@ -195,19 +212,14 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_backward_refused(
+def custom_backward_refused(
     step: Workload, *, functions: bool = False, saving: bool = False
 ) -> Iterator[None]:
     """Raise, while a training step runs, if an extractor cannot follow its backward pass.
 
-    Args:
-        step: an inference step has no backward pass, and nothing is refused.
-        functions: refuse functions with a backward of their own, except those of torch.
-        saving: refuse hooks on saved tensors, as in activation checkpointing.
-
-    Raises:
-        StepError: reentrant checkpointing, which no extractor can follow.
-        ExtractionError: the step does what is to be refused.
+    Reentrant checkpointing, which no extractor can follow, is a StepError. With ``functions``,
+    functions with a backward of their own are refused, except torch's; with ``saving``, hooks on
+    saved tensors, as in activation checkpointing.
     """
     if not step.training:
         yield
@@ -216,37 +228,36 @@ def own_backward_refused(
     apply: Callable[..., Any] = Function.__dict__["apply"].__func__
     enter = saved_tensors_hooks.__enter__
 
-    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def here() -> str:
+        line = running_line()
+        return f" ({line})" if line else ""
+
+    def checked_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and issubclass(cls, CheckpointFunction):
             raise StepError(
-                f"{name} uses reentrant checkpointing{_here()}, which starts backward passes of "
+                f"{name} uses reentrant checkpointing{here()}, which starts backward passes of "
                 "its own that cannot be placed; give use_reentrant=False"
             )
         if torch.is_grad_enabled() and functions and not cls.__module__.startswith("torch."):
             raise ExtractionError(
-                f"{name} uses {cls.__name__}{_here()}, a function with a backward of its own, "
+                f"{name} uses {cls.__name__}{here()}, a function with a backward of its own, "
                 "which torch.export does not keep"
             )
         return apply(cls, *args, **kwargs)
 
-    def entered(hooks: saved_tensors_hooks) -> None:
+    def checked_enter(hooks: saved_tensors_hooks) -> None:
         if torch.is_grad_enabled() and saving:
             raise ExtractionError(
-                f"{name} has a way of its own to save tensors for the backward pass{_here()}, "
+                f"{name} has a way of its own to save tensors for the backward pass{here()}, "
                 "such as activation checkpointing, which only a recording shows (dispatch)"
             )
         enter(hooks)
 
     # Torch has no hook for these calls, so the methods themselves are replaced meanwhile.
-    Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
-    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    Function.apply = classmethod(checked_apply)  # type: ignore[method-assign, assignment]
+    saved_tensors_hooks.__enter__ = checked_enter  # type: ignore[method-assign]
     try:
         yield
     finally:
         Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-
-
-def _here() -> str:
-    line = running_line()
-    return f" ({line})" if line else ""

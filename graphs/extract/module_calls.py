@@ -1,7 +1,4 @@
-"""Calls of a step's modules, tracked by hooks on every module, and stable keys of ops and calls.
-
-A key is made from the module that an op or call belongs to and the operator that it runs.
-"""
+"""Calls of a step's modules, tracked by hooks on every module, and paths of modules."""
 
 from __future__ import annotations
 
@@ -11,15 +8,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from graphs.workload import LOSS, Workload
 
-OWN_CODE: Final = -1
-"""Number of the call that stands for the step's own code."""
+Op = TypeVar("Op")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class ModuleCall:
         return f"{self.path}@{self.number}" if self.number > 0 else self.path
 
 
-class Calls:
+class ModuleCalls:
     """Tracks the calls of a step's modules, in every thread that makes some.
 
     The step's own code, outside of the model and its loss, is a call of the path "".
@@ -46,7 +44,7 @@ class Calls:
     def __init__(self, step: Workload) -> None:
         self._paths = module_paths(step)
         self._counts: Counter[nn.Module] = Counter()
-        self._own = ModuleCall("", OWN_CODE, "loss", is_leaf=False)
+        self._outermost = ModuleCall("", -1, "loss", is_leaf=False)
         self._threads = threading.local()
 
     @contextlib.contextmanager
@@ -65,21 +63,20 @@ class Calls:
             yield
 
     @property
+    def stack(self) -> list[ModuleCall]:
+        """The calls that this thread is in, innermost last."""
+        calls: list[ModuleCall] = self._threads.__dict__.setdefault("stack", [])
+        return calls
+
+    @property
     def running(self) -> ModuleCall:
         """The innermost call that this thread is in."""
-        stack = self._stack()
-        return stack[-1] if stack else self._own
+        return self.stack[-1] if self.stack else self._outermost
 
     @property
     def caller(self) -> ModuleCall:
         """The call that made the running one."""
-        stack = self._stack()
-        return stack[-2] if len(stack) > 1 else self._own
-
-    @property
-    def depth(self) -> int:
-        """Number of calls that this thread is in."""
-        return len(self._stack())
+        return self.stack[-2] if len(self.stack) > 1 else self._outermost
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Handle that ``call`` is now running (for subclasses)."""
@@ -87,19 +84,71 @@ class Calls:
     def left(self, call: ModuleCall, outputs: Any) -> None:
         """Handle the end of ``call`` (for subclasses); outputs are None if it failed."""
 
-    def _stack(self) -> list[ModuleCall]:
-        stack: list[ModuleCall] = self._threads.__dict__.setdefault("stack", [])
-        return stack
-
     def _before(self, path: str, module: nn.Module, args: Any, keywords: Any) -> None:
         is_leaf = next(module.children(), None) is None
         call = ModuleCall(path, self._counts[module], type(module).__name__, is_leaf)
         self._counts[module] += 1
-        self._stack().append(call)
+        self.stack.append(call)
         self.entered(call, (args, keywords))
 
     def _after(self, module: nn.Module, args: Any, keywords: Any, outputs: Any) -> None:
-        self.left(self._stack().pop(), outputs)
+        self.left(self.stack.pop(), outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Work that a call of a module does itself, not by calling other modules.
+
+    If a module calls others, its work is split at these calls; ``part`` counts the pieces.
+    """
+
+    call: ModuleCall
+    part: int
+
+    @property
+    def op(self) -> str:
+        """The class of the module; "loss" for the step's own code."""
+        return self.call.kind
+
+
+class Units(ModuleCalls):
+    """Tracks module calls part by part, and which unit each autograd node differentiates."""
+
+    def __init__(self, step: Workload) -> None:
+        super().__init__(step)
+        self.unit_of: dict[Node, Unit] = {}  # keeps nodes alive, as their ids may be reused
+        self._parts: Counter[ModuleCall] = Counter()
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that this thread is working on."""
+        return self._unit(self.running)
+
+    def entered(self, call: ModuleCall, inputs: Any) -> None:
+        """Assign the computation of the inputs, since the last call, to the caller."""
+        self.claim(inputs, self._unit(self.caller))
+
+    def left(self, call: ModuleCall, outputs: Any) -> None:
+        """Assign the computation of the outputs to the call, except what other units did."""
+        self.claim(outputs, self._unit(call))
+        self._parts[self.running] += 1
+
+    def claim(self, tensors: Any, unit: Unit) -> None:
+        """Assign the autograd nodes of tensors to a unit, except those already assigned."""
+        queue = [leaf.grad_fn for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+        while queue:
+            node = queue.pop()
+            if node is None or node in self.unit_of or node.name().endswith("AccumulateGrad"):
+                continue
+            self.unit_of[node] = unit
+            self.claimed(node, unit)
+            queue += [below for below, _ in node.next_functions]
+
+    def claimed(self, node: Node, unit: Unit) -> None:
+        """Handle that a node was assigned to a unit (for subclasses)."""
+
+    def _unit(self, call: ModuleCall) -> Unit:
+        return Unit(call, self._parts[call])
 
 
 def module_paths(step: Workload) -> dict[nn.Module, str]:
@@ -111,42 +160,6 @@ def module_paths(step: Workload) -> dict[nn.Module, str]:
         for path, module in step.loss.named_modules():
             paths.setdefault(module, f"loss.{path}" if path else "loss")
     return paths
-
-
-Op = TypeVar("Op")
-
-
-def owner(node: fx.Node, prefix: str) -> tuple[str, str] | None:
-    """Return the path of a node's module, and the same with the number of its call.
-
-    ``prefix`` is what paths have before the model's own. The result is None if torch gives no
-    module.
-    """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return None
-    key, (path, _) = list(stack.items())[-1]
-    module = _stripped(path, prefix)
-    _, at, number = key.partition("@")
-    return module, f"{module}@{number}" if at else module
-
-
-def operator_name(target: Any) -> str:
-    """Return the name of an operator without its namespace and overload."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2]
-    return str(getattr(target, "__name__", target))
-
-
-def numbered(keys: Iterable[str]) -> list[str]:
-    """Return keys made distinct: the second of equal ones ends in #1, the third in #2."""
-    seen: Counter[str] = Counter()
-    distinct = []
-    for key in keys:
-        number = seen[key]
-        seen[key] += 1
-        distinct.append(f"{key}#{number}" if number else key)
-    return distinct
 
 
 class Homes(Generic[Op]):
@@ -171,7 +184,3 @@ def and_outer(module: str) -> Iterator[str]:
         yield module
         module = module.rpartition(".")[0]
     yield ""
-
-
-def _stripped(path: str, prefix: str) -> str:
-    return "" if path == prefix else path.removeprefix(prefix + ".") if prefix else path

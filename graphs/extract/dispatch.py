@@ -1,0 +1,380 @@
+"""The aten graph of an nn.Module, recorded from the ops that a real step dispatches.
+
+The model's own Python code runs, on its own tensors (on fake ones if it is on the meta device), so
+that everything it does is recorded. What it does because of tensor values holds for these inputs
+only: the lines that read values are part of the trace.
+
+Torch's functionalization replaces in-place ops and writes through views by ops that return new
+tensors: the graph is the same as by torch.export, and the model's own tensors are not changed.
+Under autocast, though, every reader of a parameter casts it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from graphs.extract.autocast import autocast
+from graphs.extract.convert import Traced
+from graphs.extract.eager import try_fakes, without_meta
+from graphs.extract.errors import (
+    custom_backward_refused,
+    running_line,
+    wants_input_gradient,
+    writes_input,
+)
+from graphs.extract.export.trace import Position, cell_by_cell, constants_of
+from graphs.extract.fx_nodes import written_arguments
+from graphs.extract.model_state import (
+    check_same_form,
+    substituted,
+    tracing,
+    with_distinct_inputs,
+)
+from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
+from graphs.extract.program import Result, Role, Source
+from graphs.workload import ExtractionError, LossModule, Workload
+
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
+ONLY_SHAPES: Final = ("_like", "aten::new_")
+"""In names of ops that use only the shape of their input, not its values."""
+OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
+
+
+def record(step: Workload) -> Traced:
+    """Record one step; the model is left as it was."""
+    with tracing(step, "recorded"), without_meta(step) as traceable, cell_by_cell(step):
+        try_fakes(traceable)
+        with custom_backward_refused(step):
+            return _Recording(with_distinct_inputs(traceable)).traced()
+
+
+class _Recording:
+    def __init__(self, step: Workload) -> None:
+        self.step = step
+        self.leaves, self.tree = tree_flatten((step.step_inputs, dict(step.keywords)))
+        pairs = list(self._existing())
+        self.sources = [source for source, _ in pairs]
+        self.tensors = [tensor for _, tensor in pairs]
+        self.results: list[Result] = []
+        self.outputs: Any = Position(0)
+
+    def traced(self) -> Traced:
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
+        random = contextlib.nullcontext() if is_fake else torch.random.fork_rng(devices=[])
+        with random, listable(), enable_python_dispatcher(), FunctionalTensorMode():
+            module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
+        graph = module.graph
+        lines = lines_that_read(graph)
+        for node in reversed(graph.nodes):  # without those nothing reads, as values for Python
+            if node.op in ("call_function", "get_attr") and not node.users:
+                graph.erase_node(node)
+        placeholders = graph.find_nodes(op="placeholder")
+        for node, tensor in zip(placeholders, self.tensors, strict=True):
+            node.meta["val"] = tensor.detach()
+        if not is_fake:
+            _let_values_go(graph)
+        (output,) = graph.find_nodes(op="output")
+        return Traced(
+            graph=graph,
+            sources=dict(zip(placeholders, self.sources, strict=True)) | constants_of(module),
+            results=list(zip(output.args[0], self.results, strict=True)),
+            prefix="",
+            training=self.step.training,
+            outputs=self.outputs,
+            depends_on_data=lines,
+        )
+
+    def _existing(self) -> Iterator[tuple[Source, torch.Tensor]]:
+        """Yield the tensors that exist before the step, each once."""
+        parts = [self.step.model, self.step.loss]
+        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        parameters = {id(tensor) for module in modules for tensor in module.parameters()}
+        state = {id(tensor): name for name, tensor in reversed(self.step.named_state().items())}
+        for name, tensor in self.step.named_state().items():
+            if state[id(tensor)] == name:
+                role: Role = "parameter" if id(tensor) in parameters else "buffer"
+                yield Source(-1, role, name), tensor
+        inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        for position, tensor in enumerate(inputs):
+            if self.step.training and tensor.requires_grad:
+                raise wants_input_gradient(str(position))
+            yield Source(-1, "input", str(position)), tensor
+        if self.step.training:
+            some = next(iter(self.step.named_state().values()))
+            yield Source(-1, "tangent", ""), some.new_ones(()).detach()
+
+    def _run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Run the step under torch's tracing; store in ``results`` what each returned tensor is."""
+        wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
+        by_id = {id(tensor): new for tensor, new in zip(self.tensors, wrapped, strict=True)}
+        leaves = [by_id.get(id(leaf), leaf) for leaf in self.leaves]
+        inputs, keywords = tree_unflatten(leaves, self.tree)
+        mode = get_proxy_mode()
+        assert mode is not None
+        recorder = Recorder(self.step, mode.tracer.graph)
+        attributes = _tensor_attributes(self.step)
+        with (
+            substituted(self.step, lambda t: by_id.get(id(t), t)),
+            recorder.calls.followed(),
+            recorder,
+        ):
+            if self.step.training:
+                returned = self._train(recorder, inputs, keywords, wrapped)
+            else:
+                with autocast(self.step.dtype):
+                    output = self.step.model(*inputs, **keywords)
+                returned = self._outputs(output)
+            _check_not_replaced(attributes, _tensor_attributes(self.step), recorder.read)
+            returned += self._new_state(wrapped)
+        return [t.from_functional() if isinstance(t, FunctionalTensor) else t for t in returned]
+
+    def _train(
+        self, recorder: Recorder, inputs: Any, keywords: Any, wrapped: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        with autocast(self.step.dtype):
+            loss = LossModule(self.step)(*inputs, **keywords)
+        trained = {
+            source.name: tensor
+            for source, tensor in zip(self.sources, wrapped, strict=True)
+            if source.role in ("parameter", "buffer") and tensor.requires_grad
+        }
+        recorder.go_back_from(loss)
+        self.results = [Result(-1, "output", "0")]
+        returned = [loss]
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(
+                [loss], [*trained.values()], [wrapped[-1].to(loss.dtype)], allow_unused=True
+            )
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    self.results.append(Result(-1, "gradient", name))
+                    returned.append(gradient)
+        return returned
+
+    def _outputs(self, returned: Any) -> list[torch.Tensor]:
+        leaves, tree = tree_flatten(returned)
+        tensors: list[torch.Tensor] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[i] = Position(len(tensors))
+                tensors.append(leaf)
+            elif not isinstance(leaf, PLAIN):
+                raise ExtractionError(
+                    f"the model returns a {type(leaf).__name__}, whose tensors torch cannot find; "
+                    "return tensors in tuples, lists or dicts"
+                )
+        self.results = [Result(-1, "output", str(i)) for i in range(len(tensors))]
+        self.outputs = tree_unflatten(leaves, tree)
+        return tensors
+
+    def _new_state(self, wrapped: Sequence[FunctionalTensor]) -> list[torch.Tensor]:
+        """Return new values of parameters and buffers, whether written in place or assigned."""
+        now = self.step.named_state()
+        changed: list[torch.Tensor] = []
+        for source, before in zip(self.sources, wrapped, strict=True):
+            # missing in torch's stubs
+            written = torch._functionalize_has_data_mutation(before.elem)  # type: ignore[attr-defined]
+            if source.role == "input" and written:
+                raise writes_input(f"tensor {source.name} of its inputs")
+            if source.role not in ("parameter", "buffer"):
+                continue
+            new = now.get(source.name, before)
+            check_same_form(source.name, before, new)
+            if written or new is not before:
+                self.results.append(Result(-1, "state", source.name))
+                changed.append(new)
+        return changed
+
+
+def _let_values_go(graph: fx.Graph) -> None:
+    """Replace the values of nodes by fake tensors of one mode, which take no memory."""
+
+    def shape_of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(shape_of, node.meta["val"])
+
+
+def _tensor_attributes(step: Workload) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors in attributes of modules that are neither parameters nor buffers."""
+    return {
+        f"{path}.{name}" if path else name: tensors
+        for module, path in module_paths(step).items()
+        for name, value in vars(module).items()
+        if name not in OF_MODULES
+        and (tensors := [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)])
+    }
+
+
+def _check_not_replaced(
+    before: Mapping[str, Sequence[torch.Tensor]],
+    now: Mapping[str, Sequence[torch.Tensor]],
+    read: Container[int],
+) -> None:
+    """Raise if an attribute was read, as a constant of the recording, and replaced."""
+    for name, tensors in before.items():
+        kept = {id(tensor) for tensor in now.get(name, ())}
+        if any(id(tensor) in read and id(tensor) not in kept for tensor in tensors):
+            raise ExtractionError(
+                f"the model assigns {name}, which it reads and which is neither a parameter "
+                "nor a buffer; make it one with register_buffer"
+            )
+
+
+class _Frames(ModuleCalls):
+    """Records in which module call each autograd node was made, by sequence number."""
+
+    def __init__(self, step: Workload) -> None:
+        super().__init__(step)
+        self.starts = [0]
+        self.frames = [self.running]
+
+    def entered(self, call: ModuleCall, inputs: Any) -> None:
+        self._change()
+
+    def left(self, call: ModuleCall, outputs: Any) -> None:
+        self._change()
+
+    def of(self, number: int) -> ModuleCall:
+        return self.frames[bisect_right(self.starts, number) - 1]
+
+    def _change(self) -> None:
+        self.starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.frames.append(self.running)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Annotates the nodes of the graph, as they appear, with what they belong to."""
+
+    def __init__(self, step: Workload, graph: fx.Graph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = graph
+        self.calls = _Frames(step)
+        self.backward = False
+        self.read: set[int] = set()  # ids of tensors that are not the step's own
+        self.between = False  # autograd nodes, where the engine adds up gradients
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # A written tensor that is not the step's would stay changed.
+        if any(map(_is_plain, tree_leaves(list(written_arguments(func, args, kwargs))))):
+            raise ExtractionError(
+                f"the model writes into a tensor that is neither a parameter nor a buffer "
+                f"({running_line()}); make it one with register_buffer"
+            )
+        self.read.update(id(t) for t in tree_leaves((args, kwargs)) if _is_plain(t))
+        last = next(iter(reversed(self.graph.nodes)))
+        result = func(*args, **kwargs)
+        meta = self._meta(func)
+        if _reads_values(func, args):
+            meta["reads_values"] = True
+        node = last.next
+        while node is not self.graph._root:
+            node.meta |= meta
+            node = node.next
+        return result
+
+    def go_back_from(self, loss: torch.Tensor) -> None:
+        """Treat everything dispatched from now on as the backward pass of ``loss``."""
+        self.backward = True
+        queue, visited = [loss.grad_fn], set()
+        while queue:
+            node = queue.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            node.register_prehook(lambda _: setattr(self, "between", False))
+            node.register_hook(lambda *_: setattr(self, "between", True))
+            queue += [below for below, _ in node.next_functions]
+
+    def _meta(self, func: Any) -> dict[str, Any]:
+        if not self.backward:
+            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            meta = {"seq_nr": number, "nn_module_stack": _stack_of(self.calls.running)}
+            if line := running_line():
+                meta["stack_trace"] = line
+            return meta
+        meta = {"partitioner_tag": "is_backward"}
+        differentiated = torch._C._current_autograd_node()
+        if differentiated is not None:
+            number = differentiated._sequence_nr()
+            meta |= {"seq_nr": number, "fwd_nn_module_stack": _stack_of(self.calls.of(number))}
+        if self.between and func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+            meta.pop("fwd_nn_module_stack", None)
+            meta["is_gradient_acc"] = True
+        return meta
+
+
+def _reads_values(func: Any, args: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or not READS_VALUES & set(func.tags):
+        return False
+    if func._schema.name != SELECTS:
+        return True
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FunctionalTensor)
+
+
+def _stack_of(call: ModuleCall) -> dict[str, tuple[str, str]]:
+    return {call.key: (call.path, call.kind)}
+
+
+def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the lines that read values which come from inputs, state or a random generator."""
+    from_data: set[fx.Node] = set()
+    lines: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            from_data.add(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            name = node.target._schema.name
+            random = torch.Tag.nondeterministic_seeded in node.target.tags
+            reads = not from_data.isdisjoint(node.all_input_nodes)
+            if random or (reads and not any(part in name for part in ONLY_SHAPES)):
+                from_data.add(node)
+            if reads and node.meta.get("reads_values"):
+                lines[node.meta.get("stack_trace") or "a place that torch does not name"] = None
+        elif not from_data.isdisjoint(node.all_input_nodes):
+            from_data.add(node)
+    return tuple(lines)
+
+
+@contextlib.contextmanager
+def listable() -> Iterator[None]:
+    """Let ``tolist`` of a traced tensor read numbers one by one, each seen by the recorder.
+
+    Torch's own fails on tensors of more than one dimension.
+    """
+    original = FunctionalTensor.tolist
+    FunctionalTensor.tolist = _listed  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensor.tolist = original  # type: ignore[method-assign]
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return [_listed(part) for part in tensor.unbind()] if tensor.dim() else tensor.item()

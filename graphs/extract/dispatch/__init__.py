@@ -1,1 +1,0 @@
-"""Extraction by recording the ops that a real step dispatches, for models without an export."""
