@@ -24,9 +24,9 @@ from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import load_bound_ns
 from envs.simulator.max_load import max_load_ns
-from placer.search.annealing.max_load import load_compiled_code, minimize_max_load
-from placer.search.budget import Budget
+from placer.search.annealing.max_load import minimize_max_load
 from placer.search.heuristics import layer_split, single_device
+from placer.search.request import Budget, SearchRequest
 
 QUICK_PROFILES: Final = ("alexnet", "resnet18", "vgg16")
 
@@ -53,7 +53,6 @@ def parts(effort: Effort) -> dict[str, Part]:
 
 def profile(name: str, budgets: Budgets, found: dict[str, Any]) -> Table:
     """Search one profile with all seeds and bound its max-load."""
-    load_compiled_code()
     problem = profiled(name)
     single = np.array([single_device(problem, d) for d in range(problem.device_count)])
     single_ns = int(max_load_ns(problem, single).min())
@@ -83,7 +82,7 @@ def profile(name: str, budgets: Budgets, found: dict[str, Any]) -> Table:
 
 def searched_ns(problem: Problem, seconds: float, seed: int) -> int:
     """Return the max-load of the best placement that the search finds."""
-    best = minimize_max_load(problem, Budget(seconds=seconds), seed)[0]
+    best = minimize_max_load(SearchRequest(problem, Budget(seconds=seconds), seed=seed))[0]
     return int(max_load_ns(problem, best.devices)[0])
 
 

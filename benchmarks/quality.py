@@ -14,18 +14,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.baselines import register_baselines
 from benchmarks.instances import PLANTED, judged, planted_instances
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table, spread
 from envs.simulator.bounds import lower_bound_ns
-from placer.placers.placer import Placer
-from placer.placers.portfolio import Portfolio
-from placer.placers.registry import listings, placer_named
 from placer.policies import Policy, load
 from placer.policies.pool import Exercise
-from placer.search.budget import Budget
 from placer.search.compilation import load_compiled_code
-from placer.search.request import SearchRequest
+from placer.search.portfolio import Portfolio
+from placer.search.registry import listings, placer_named
+from placer.search.request import Budget, Placer, SearchRequest
 
 TOO_SLOW: Final = ("exact", "sequence-to-sequence")
 """For graphs of this size: the one proves, the other makes a hundred plans a second."""
@@ -102,7 +101,8 @@ def bound_gaps(
 def every_placer(
     problems: Sequence[Exercise], policy: Policy, budget: Budget, seeds: int
 ) -> list[Scores]:
-    """Return the scores of all placers that accept graphs of this size."""
+    """Return the scores of all placers and baselines that accept graphs of this size."""
+    register_baselines()
     found = []
     for listing in listings():
         if listing.name not in TOO_SLOW and listing.is_installed:

@@ -29,21 +29,18 @@ from benchmarks.record import Effort, Part
 from benchmarks.simulator import cluster_of, flat_layered
 from benchmarks.tables import Table, spread
 from envs.problem import Problem
-from placer.placers.placer import Placer
-from placer.placers.portfolio import Annealed, Portfolio
-from placer.placers.registry import placer_named
 from placer.policies import Policy, load
 from placer.policies.network import ACTION_SCALE
 from placer.policies.pool import Exercise
 from placer.policies.training.config import Ppo
 from placer.policies.training.scores import scores
-from placer.search.budget import Budget
 from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
-from placer.search.portfolio import SENDERS
-from placer.search.request import SearchRequest
+from placer.search.portfolio import SENDERS, AnnealingPlacer, Portfolio
+from placer.search.registry import placer_named
+from placer.search.request import Budget, Placer, SearchRequest
 
 POLICIES: Final = ("synthetic-only", "generalist")
 SHORT_S: Final = (0.1, 1.0)
@@ -54,7 +51,7 @@ DRAWS: Final = 12
 LARGE_OPS: Final = 100_000
 LARGE_S: Final = 20.0
 QUICK_PARTS: Final = ("policies", "0.1s")
-WITH_MOVES: Final = Annealed(senders=SENDERS)
+WITH_MOVES: Final = AnnealingPlacer(senders=SENDERS)
 
 
 class Initial:

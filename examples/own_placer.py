@@ -1,9 +1,9 @@
 """Write your own placer and compare it with the default: ``python examples/own_placer.py``.
 
-An object that implements the protocol :class:`placer.placers.placer.Placer` can be passed to
+An object that implements the protocol :class:`placer.search.request.Placer` can be passed to
 :class:`placer.SearchConfig`; ``placer.register_placer`` gives its class a name. To use it as
 ``placer optimize --placer hill-climbing``, name it in the entry points of a package, group
-``placer.placers``; :mod:`placer.placers.contract` holds contract tests.
+``placer.placers``; :mod:`placer.search.contract` holds contract tests.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.placers.samplers import Sampling
-from placer.search.evaluator import BudgetedEvaluator
-from placer.search.grouping import at_most
+from placer.search.grouping import units
+from placer.search.sampling import BudgetedEvaluator, Sampling
 
 BUDGET = "500e"
 
 
 class HillClimbing(Sampling):
-    """Moves one group of ops at a time and keeps the move if it is not slower."""
+    """Moves one op or co-location group at a time and keeps the move if it is not slower."""
 
     name: ClassVar[str] = "hill climbing"
 
     def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
         """Evaluate placements until the search budget is spent; ``budgeted`` keeps the best."""
         random = np.random.default_rng(seed)
-        groups = at_most(budgeted.evaluator.problem, 64)
+        groups = units(budgeted.evaluator.problem)  # single ops and co-location groups
         priority = budgeted.evaluator.scheduling.bottom_level  # upward rank
         best = groups.allowed.argmax(axis=1)  # the first device that is allowed
         lowest = budgeted.evaluate(groups.expand(best), priority)

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from placer.applying import apply, export
     from placer.evaluation import Evaluation
     from placer.job import Constraints, SearchConfig
-    from placer.placers import register_placer
     from placer.policies import load as load_policy
     from placer.replicate.result import ReplicatedResult
     from placer.result import Result
     from placer.search.candidate import Candidate, Kind
+    from placer.search.registry import register_placer
 
 __version__ = VERSION
 _HOMES = {  # name: module, or module:name there
@@ -68,7 +68,7 @@ _HOMES = {  # name: module, or module:name there
     "extract": "placer.api",
     "load_policy": "placer.policies:load",
     "optimize": "placer.api",
-    "register_placer": "placer.placers",
+    "register_placer": "placer.search.registry",
     "train": "placer.api",
 }
 __all__ = [

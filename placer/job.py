@@ -22,14 +22,12 @@ from envs.replication import Replication
 from graphs.extract import AUTO
 from graphs.graph import completed
 from graphs.selection import ConstraintError, keep_together, pin
-from placer.placers import DEFAULT, asks_policy, placer_named
-from placer.placers.objectives import Objective
-from placer.placers.placer import Placer
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
-from placer.search.budget import Budget
+from placer.search.objectives import Objective
 from placer.search.portfolio import Proposer
-from placer.search.request import LATENCY
+from placer.search.registry import DEFAULT, placer_named, uses_policy
+from placer.search.request import LATENCY, Budget, Placer
 from placer.sources.target import Target, load_graph_target
 from placer.warm_start import WarmStart, warm_start_of
 
@@ -78,7 +76,7 @@ class SearchConfig:
                 measuring op costs and running the best candidates come on top.
             seed: seed of the search.
             placer: search algorithm: a name that ``placer placers`` lists, or your own
-                :class:`placer.placers.placer.Placer`. Single devices and classic heuristics are
+                :class:`placer.search.request.Placer`. Single devices and classic heuristics are
                 always among the candidates.
             policy: name or path of a trained policy, or "none"; "auto" is the generalist, if the
                 search algorithm uses a policy.
@@ -300,7 +298,7 @@ def _placer(placer: str | Placer, policy: str | Proposer | None, objective: str)
     """
     name = placer if isinstance(placer, str) else type(placer).__name__
     if isinstance(policy, str):
-        if isinstance(placer, str) and asks_policy(placer, objective=objective):
+        if isinstance(placer, str) and uses_policy(placer, objective=objective):
             policy = None if policy == "none" else load(GENERALIST if policy == AUTO else policy)
         elif policy in {AUTO, "none"}:
             policy = None

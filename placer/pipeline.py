@@ -31,8 +31,7 @@ from placer.search.candidate import Candidate, Kind
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.request import SearchRequest
-from placer.search.trace import SearchTrace
+from placer.search.request import SearchRequest, SearchTrace
 from placer.version import VERSION
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from placer import messages
 from placer.choose import best_single_device, machine_was_busy
 from placer.milliseconds import ratio_of
 from placer.search.candidate import Candidate
-from placer.search.trace import SearchTrace
+from placer.search.request import SearchTrace
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction

@@ -34,12 +34,11 @@ from envs.hardware.torch_devices import cuda_devices, torch_device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.extract import Workload
-from placer.search.budget import Budget
 from placer.search.candidate import Candidate, distinct
 from placer.search.compilation import load_compiled_code
 from placer.search.heuristics import first_layers
-from placer.search.portfolio import search
-from placer.search.request import SearchRequest
+from placer.search.portfolio import Portfolio
+from placer.search.request import Budget, SearchRequest
 
 SHARES = (0.75, 0.5, 0.3)
 SEARCH_S = 2.0
@@ -54,7 +53,7 @@ FAKE_SHARES = (1.9,)
 
 def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
     """Return the best few candidates of a search that fit in memory."""
-    found = search(SearchRequest(problem, Budget(seconds=SEARCH_S), seed=seed))
+    found = Portfolio().place(SearchRequest(problem, Budget(seconds=SEARCH_S), seed=seed))
     fitting = [plan for plan in found if plan.step_ns < INFEASIBLE_NS]
     return [replace(plan, name=f"placer: {plan.name}") for plan in distinct(fitting, RUN)]
 

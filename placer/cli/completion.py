@@ -54,8 +54,8 @@ def completion_script(shell: str) -> str:
 
     from graphs.precision import DTYPES
     from placer.cli.commands import build_parser
-    from placer.placers import listings
     from placer.policies.network import names
+    from placer.search.registry import listings
 
     shipped = names()
     choices = {

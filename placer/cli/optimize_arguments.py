@@ -20,7 +20,7 @@ from placer.cli.arguments import (
 )
 from placer.cli.replicas import add_replicas, replication_of
 from placer.cli.report import add_report
-from placer.placers.registry import DEFAULT
+from placer.search.registry import DEFAULT
 
 if TYPE_CHECKING:
     from placer.job import Job

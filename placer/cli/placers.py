@@ -14,7 +14,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Print name, summary and requirements of each placer; none of them is imported."""
-    from placer.placers import listings
+    from placer.search.registry import listings
 
     rows = [(listing.name, listing.summary, listing.needs) for listing in listings()]
     if args.json:

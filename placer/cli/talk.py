@@ -17,7 +17,7 @@ from envs.hardware.cache_folder import CacheWarning
 
 if TYPE_CHECKING:
     from placer.progress import Progress
-    from placer.search.budget import Budget
+    from placer.search.request import Budget
 
 
 def say(args: argparse.Namespace, text: object) -> None:

@@ -34,8 +34,8 @@ from placer.replicate.result import ReplicaPlan, Split
 from placer.replicate.scaling import Scaling
 from placer.replicate.sources import GraphSource, ModelSource, StepSource
 from placer.result import Result
-from placer.search.budget import Budget
 from placer.search.compilation import load_compiled_code
+from placer.search.request import Budget
 
 
 @dataclass(frozen=True, slots=True)

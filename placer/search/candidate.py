@@ -25,7 +25,6 @@ class Kind(Enum):
     LAYER_SPLIT = "layer split"
     FIRST_LAYERS = "first layers"
     ROUND_ROBIN = "round robin"
-    MIN_CUT = "min-cut"
     HEFT = "HEFT"
     ETF = "ETF"
     M_ETF = "m-ETF"
@@ -34,8 +33,6 @@ class Kind(Enum):
     ANNEALING = "annealing"
     CONTIGUOUS_PARTS = "contiguous parts"
     BALANCED_LOADS = "balanced loads"
-    CROSS_ENTROPY = "cross-entropy"
-    SEQUENCE_TO_SEQUENCE = "sequence-to-sequence"
     EXACT = "exact"
     OTHER = "other"  # of plug-ins, and of placements whose origin is unknown
 

@@ -24,7 +24,7 @@ from envs.simulator import simulate_batch
 from envs.simulator.bounds import lower_bound_ns
 from envs.simulator.max_load import max_load_ns
 from placer.search.annealing import step_time
-from placer.search.annealing.step_time import Annealing
+from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
 from placer.search.list_scheduler import decoder, etf
@@ -87,7 +87,7 @@ def _simulated(problem: Problem) -> None:
     evaluator = Evaluator(problem)
     start = np.zeros(problem.op_count, np.int32)
     first = evaluator.candidate(Kind.OTHER, start, np.zeros(problem.op_count))
-    Annealing(evaluator, first, 0).run(1, first=0, stride=1, total=1)
+    StepTimeAnnealing(evaluator, first, 0).run(1, first=0, total=1)
 
 
 def _scheduled(problem: Problem) -> None:

@@ -26,8 +26,7 @@ from envs.problem import Problem
 from envs.simulator.max_load import HOST_KIND, least_send_ns
 from graphs.coarsen.merging import edge_sources
 from graphs.graph import GraphArrays
-from placer.search.grouping import units
-from placer.search.heuristics import spread
+from placer.search.grouping import spread, units
 
 Floats = NDArray[np.float64]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,10 @@ from envs.simulator import (
     simulate_batch,
     workspace_for,
 )
-from placer.milliseconds import milliseconds
 from placer.search.candidate import Candidate, Kind
 from placer.search.list_scheduler.arrays import scheduling_arrays
 from placer.search.list_scheduler.decoder import decode_batch
 from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule
-from placer.search.request import SearchRequest
 
 
 class Evaluator:
@@ -35,6 +33,9 @@ class Evaluator:
     A cost is the simulated step time in nanoseconds; OVERFULL_NS or more if memory does not
     suffice; INFEASIBLE_NS if an op is on a device that is not allowed or cannot be reached.
     """
+
+    evaluations: ClassVar[int] = 0
+    """Evaluations of all evaluators of this process so far, moves of annealing included."""
 
     def __init__(self, problem: Problem) -> None:
         """Prepare the problem for list scheduling and simulation."""
@@ -51,6 +52,7 @@ class Evaluator:
     def costs(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return costs (B,) of the placements ``devices`` (B, N) with ``priority`` (B, N)."""
         costs = np.empty(len(devices), np.int64)
+        Evaluator.evaluations += len(costs)
         devices = np.array(devices, np.int32, order="C")
         priority = np.array(priority, np.float64, order="C")
         first = 0
@@ -100,57 +102,3 @@ class Evaluator:
             priority=own_priority,
             step_ns=cost if cost < OVERFULL_NS else INFEASIBLE_NS,
         )
-
-
-class BudgetedEvaluator:
-    """Evaluates placements one by one within a budget and keeps the best.
-
-    The first placement is evaluated whatever the budget, so that there is always a best one.
-    """
-
-    def __init__(self, request: SearchRequest, kind: Kind, name: str = "") -> None:
-        """Begin to spend the budget; the best candidate gets this kind and, if given, this name."""
-        self.evaluator = Evaluator(request.problem)
-        self.meter = request.meter()
-        self.kind = kind
-        self.name = name or kind.value
-        self.report = request.report
-        self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
-
-    def over(self) -> bool:
-        """Return whether the budget is spent, after at least one evaluation."""
-        return self._best is not None and self.meter.over()
-
-    def room(self, most: int) -> int:
-        """Return how many of ``most`` evaluations the budget has left, at least 1."""
-        left = self.meter.left()
-        return most if left is None else max(min(most, left), 1)
-
-    def evaluate(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> int:
-        """Evaluate a placement, (N,) each, and return its cost as defined by :class:`Evaluator`."""
-        cost = int(self.evaluator.costs(devices[None], priority[None])[0])
-        self.meter.spend(1)
-        if self._best is None or cost < self._best[0]:
-            self._best = cost, devices.copy(), priority.copy()
-        self.meter.note(self.name, self._best[0])
-        best = self._best[0]
-        shown = "nothing fits" if best >= OVERFULL_NS else f"{milliseconds(best / 1e9)} ms"
-        self.report(self.meter.share(), f"{self.name}, {shown}")
-        return cost
-
-    def evaluate_all(
-        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
-    ) -> NDArray[np.int64]:
-        """Return costs of placements (B, N) each; fewer than B if the budget ends."""
-        costs: list[int] = []
-        for where, when in zip(devices, priority, strict=True):
-            if self.over():
-                break
-            costs.append(self.evaluate(where, when))
-        return np.array(costs, np.int64)
-
-    def best(self) -> Candidate:
-        """Return the best placement; the first of equal ones."""
-        assert self._best is not None, "a placer evaluates at least one placement"
-        cost, devices, priority = self._best
-        return self.evaluator.candidate(self.kind, devices, priority, cost, name=self.name)

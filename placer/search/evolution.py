@@ -1,27 +1,28 @@
-"""Evolution of distributions: CMA-ES for weights, the cross-entropy method for devices.
+"""CMA-ES, and the placer that applies it to the weights of the list scheduler.
 
-CMA-ES with the standard coefficients: Hansen, "The CMA Evolution Strategy: A Tutorial" (arXiv
-1604.00772), table 1, without negative weights. Samples are drawn with a Cholesky factor instead of
-the symmetric root, and rounded, so that the last bit of a linear algebra library does not influence
-the result.
-
-Cross-entropy method: De Boer, Kroese, Mannor and Rubinstein, "A Tutorial on the Cross-Entropy
-Method" (2005), section 4: draw placements, keep the elite, and move the probabilities, with
-smoothing, towards the frequency of each device in the elite. Ready ops run by upward rank.
+Standard coefficients: Hansen, "The CMA Evolution Strategy: A Tutorial" (arXiv 1604.00772), table 1,
+without negative weights. Samples are drawn with a Cholesky factor instead of the symmetric root,
+and rounded, so that the last bit of a linear algebra library does not influence the result.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.search.evaluator import BudgetedEvaluator
-from placer.search.grouping import at_most
+from placer.search.candidate import Kind
+from placer.search.list_scheduler.decoder import HEFT, decode
+from placer.search.sampling import BudgetedEvaluator, Sampling
 
-DECIMALS = 9
+DECIMALS: Final = 9
+POPULATION: Final = 10
+SIGMA: Final = 0.5
+SETTLED: Final = 1e-3
+"""Below this standard deviation samples decode alike: evolution restarts with twice the
+population."""
 
 
 class Evolution:
@@ -128,48 +129,27 @@ class Evolution:
         )
 
 
-MOST_GROUPS: Final = 64
-SAMPLES: Final = 100
-ELITE: Final = 0.1
-SMOOTHING: Final = 0.7
-SETTLED: Final = 0.99
-"""The method restarts once every group has a device with a probability above this."""
+class EvolutionPlacer(Sampling):
+    """CMA-ES on the 21 weights of the decoder, starting from those of HEFT."""
 
+    kind: ClassVar[Kind] = Kind.EVOLUTION
 
-def cross_entropy(budgeted: BudgetedEvaluator, seed: int) -> None:
-    """Sample placements until the budget is spent; ``budgeted`` keeps the best."""
-    groups = at_most(budgeted.evaluator.problem, MOST_GROUPS)
-    random = np.random.default_rng(seed)
-    even = groups.allowed / groups.allowed.sum(axis=1, keepdims=True)
-    priority = budgeted.evaluator.scheduling.bottom_level
-    probability = even
-    while not budgeted.over():
-        drawn = draw(probability, budgeted.room(SAMPLES), random)
-        plans = groups.expand(drawn)
-        costs = budgeted.evaluate_all(plans, np.broadcast_to(priority, plans.shape))
-        if len(costs) < SAMPLES:
-            break
-        if groups.allowed.sum(axis=1).max() == 1:
-            break  # nothing to choose
-        probability = moved(probability, drawn, costs)
-        if probability.max(axis=1).min() > SETTLED:
-            probability = even
-
-
-def draw(
-    probability: NDArray[np.float64], count: int, random: np.random.Generator
-) -> NDArray[np.int64]:
-    """Return devices (count, G), drawn with probabilities (G, D), never one of probability 0."""
-    borders = probability.cumsum(axis=1)
-    borders /= borders[:, -1:]
-    chance = random.random((count, len(probability), 1))
-    return np.asarray((chance >= borders[None]).sum(axis=2), np.int64)
-
-
-def moved(
-    probability: NDArray[np.float64], drawn: NDArray[np.int64], costs: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return updated probabilities (G, D) from samples (B, G) with costs (B,)."""
-    elite = drawn[np.argsort(costs, kind="stable")[: max(int(ELITE * len(costs)), 1)]]
-    chosen = (elite[:, :, None] == np.arange(probability.shape[1])).mean(axis=0)
-    return np.asarray(SMOOTHING * chosen + (1.0 - SMOOTHING) * probability)
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        """Evaluate HEFT, then one population after the other."""
+        scheduling = budgeted.evaluator.scheduling
+        budgeted.evaluate(*decode(scheduling, HEFT))
+        restarts = 0
+        evolution = Evolution(HEFT, sigma=SIGMA, seed=seed, population=POPULATION)
+        while not budgeted.over():
+            if evolution.sigma < SETTLED:
+                restarts += 1
+                evolution = Evolution(
+                    HEFT, sigma=SIGMA, seed=seed + restarts, population=POPULATION << restarts
+                )
+            rows = evolution.ask()
+            costs = []
+            for row in rows:
+                if budgeted.over():
+                    return
+                costs.append(budgeted.evaluate(*decode(scheduling, row)))
+            evolution.tell(rows, np.array(costs))

@@ -16,7 +16,10 @@ run, in any order; a step time equal to the bound is optimal.
 from __future__ import annotations
 
 import threading
-from typing import Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +28,11 @@ from ortools.sat.python import cp_model
 from envs.problem import NO_QUEUE, Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.coarsen.merging import edge_sources
-from placer.search.candidate import Candidate
-from placer.search.evaluator import BudgetedEvaluator
+from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.grouping import units
+from placer.search.heuristics import heuristics
+from placer.search.request import STEP_OBJECTIVES, Meter, SearchRequest
+from placer.search.sampling import BudgetedEvaluator
 
 LARGEST: Final = 80
 """Maximum number of ops; with more, proofs take hours and the heuristics' bounds are better."""
@@ -39,14 +44,42 @@ LONGEST_NS: Final = 1 << 52
 ROUNDS: Final = 4
 
 
-def exact(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
+class ExactPlacer:
+    """CP-SAT from the best heuristic; its candidate holds the proven bound.
+
+    An evaluation of a budget is worth a millisecond of the solver's deterministic time. Requires
+    ortools.
+    """
+
+    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return the best candidate.
+
+        Raises:
+            ValueError: the graph has too many ops.
+        """
+        problem = request.problem
+        if problem.op_count > LARGEST:
+            raise ValueError(
+                f"graph {problem.graph.name!r} has {problem.op_count} ops; exact search takes at "
+                f"most {LARGEST}: merge them into {LARGEST} groups or take another placer"
+            )
+        budgeted = BudgetedEvaluator(request, Kind.EXACT)
+        bound_ns = _solve(budgeted, request.seed, ranked(heuristics(budgeted.evaluator))[0])
+        best = replace(budgeted.best(), bound_ns=bound_ns)
+        proven = best.step_ns <= bound_ns < INFEASIBLE_NS
+        request.report(1.0, "exact, proven to be the best" if proven else "exact, not proven")
+        return [best]
+
+
+def _solve(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
     """Solve until the budget is spent; return a lower bound of all step times, in ns.
 
     The bound is 0 if nothing was proven, ``INFEASIBLE_NS`` if no placement is feasible.
 
     If the simulated step is longer than the solver's, the problem is solved again with another
-    seed: solutions that are equal in the model differ in the simulator. The caller makes sure that
-    there are at most :data:`LARGEST` ops.
+    seed: solutions that are equal in the model differ in the simulator.
     """
     problem, bound_ns = budgeted.evaluator.problem, 0
     budgeted.evaluate(start.devices, start.priority)
@@ -56,8 +89,8 @@ def exact(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
         model = _Model(problem)
         if number == 0:
             model.hint(start)  # a good bound at once; later rounds should find other solutions
-        solver = _solver(budgeted, seed + number)
-        with _Watch(budgeted, solver):
+        solver = _solver(budgeted.meter, seed + number)
+        with _stopping(solver, budgeted.meter.request.should_stop):
             status = solver.solve(model.model, _Replay(model, budgeted))
         if status == cp_model.INFEASIBLE:
             return INFEASIBLE_NS
@@ -67,18 +100,40 @@ def exact(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
     return bound_ns
 
 
-def _solver(budgeted: BudgetedEvaluator, seed: int) -> cp_model.CpSolver:
+def _solver(meter: Meter, seed: int) -> cp_model.CpSolver:
+    """Return a solver that stops when the budget is spent."""
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed & 0x7FFFFFFF
-    budget, left = budgeted.meter.budget, budgeted.meter.left()
+    parameters = solver.parameters
+    parameters.num_workers = 1
+    parameters.random_seed = seed & 0x7FFFFFFF
+    left, seconds = meter.left(), meter.request.budget.seconds
     if left is not None:
-        solver.parameters.max_deterministic_time = DETERMINISTIC_S * left
-    elif budget.seconds is not None:
-        solver.parameters.max_time_in_seconds = max(
-            budget.seconds - budgeted.meter.seconds(), LOOK_S
-        )
+        parameters.max_deterministic_time = DETERMINISTIC_S * left
+    elif seconds is not None:
+        parameters.max_time_in_seconds = max(seconds - meter.seconds(), LOOK_S)
     return solver
+
+
+@contextmanager
+def _stopping(solver: cp_model.CpSolver, should_stop: Callable[[], bool] | None) -> Iterator[None]:
+    """Stop the solver from a thread when a stop is requested."""
+    if should_stop is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(LOOK_S):
+            if should_stop():
+                solver.stop_search()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class _Model:
@@ -185,10 +240,10 @@ class _Model:
             if used and sum(size) > room:
                 self.model.add(sum(used) <= room)
 
-    def hint(self, plan: Candidate) -> None:
+    def hint(self, start: Candidate) -> None:
         """Suggest the devices of a candidate to the solver."""
         hinted = set()
-        for choice, device in zip(self.is_on, plan.devices.tolist(), strict=True):
+        for choice, device in zip(self.is_on, start.devices.tolist(), strict=True):
             for d, chosen in choice.items():
                 if chosen.index not in hinted:
                     hinted.add(chosen.index)
@@ -215,20 +270,20 @@ class _Replay(cp_model.CpSolverSolutionCallback):
 
     def __init__(self, model: _Model, budgeted: BudgetedEvaluator) -> None:
         super().__init__()
-        self.plan = model
+        self.model = model
         self.budgeted = budgeted
 
     def on_solution_callback(self) -> None:
         devices = np.array(
             [
                 next(d for d, chosen in choice.items() if self.boolean_value(chosen))
-                for choice in self.plan.is_on
+                for choice in self.model.is_on
             ],
             np.int32,
         )
-        start = np.array([self.value(var) for var in self.plan.start])
+        start = np.array([self.value(var) for var in self.model.start])
         by_level = self.budgeted.evaluator.scheduling.bottom_level
-        for priority in (by_start(self.plan.problem, start), by_level):
+        for priority in (by_start(self.model.problem, start), by_level):
             if self.budgeted.over():
                 self.stop_search()
                 return
@@ -243,26 +298,3 @@ def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float6
     priority = np.empty(problem.op_count)
     priority[order] = np.arange(problem.op_count, 0, -1)
     return priority
-
-
-class _Watch:
-    """Thread that stops a solver when a stop is requested."""
-
-    def __init__(self, budgeted: BudgetedEvaluator, solver: cp_model.CpSolver) -> None:
-        self.budgeted = budgeted
-        self.solver = solver
-        self.done = threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        should_stop = self.budgeted.meter.should_stop
-        while should_stop is not None and not self.done.wait(LOOK_S):
-            if should_stop():
-                self.solver.stop_search()
-
-    def __enter__(self) -> None:
-        self.thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.done.set()
-        self.thread.join()

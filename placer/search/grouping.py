@@ -1,4 +1,4 @@
-"""Groups of ops that are placed as one: by co-location, then by heavy edges.
+"""Groups of ops that are placed as one: by co-location, or merged further.
 
 Groups may form cycles: their members share a device, but need not run together.
 """
@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
-from graphs.coarsen.merging import edge_sources
-
-ROOM: Final = 1.5
-"""Initial limit of a group's cost relative to its equal share; doubled until few groups are
-left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,67 +49,10 @@ def units(problem: Problem) -> Grouping:
     group = problem.graph.group.astype(np.int64)
     alone = group < 0
     group[alone] = group.max(initial=-1) + 1 + np.arange(int(alone.sum()))
-    return Grouping(problem, _numbered(problem, group))
+    return Grouping(problem, numbered(problem, group))
 
 
-def at_most(problem: Problem, most: int) -> Grouping:
-    """Return at most ``most`` groups if pins permit, merging along the heaviest edges first.
-
-    A group stays below a multiple of its equal share of the total cost. Groups without edges
-    between them are merged with the next in topological order.
-    """
-    fine = units(problem)
-    if len(fine) <= most:
-        return fine
-    union = _Union(fine)
-    heavy = np.argsort(-problem.graph.edge_bytes, kind="stable")
-    source = fine.group_of[edge_sources(problem.graph)[heavy]].tolist()
-    target = fine.group_of[problem.graph.successors[heavy]].tolist()
-    limit = ROOM * sum(union.cost) / most
-    while union.count > most:
-        whole = limit >= ROOM * sum(union.cost)
-        for a, b in zip(source, target, strict=True):
-            if union.count > most:
-                union.unite(a, b, limit)
-        if whole:
-            break
-        limit *= 2.0
-    for a in range(1, len(fine)):
-        if union.count > most:
-            union.unite(a - 1, a, np.inf)
-    roots = np.array([union.root(g) for g in range(len(fine))])
-    return Grouping(problem, _numbered(problem, roots[fine.group_of]))
-
-
-class _Union:
-    """Disjoint sets of groups, with their costs and allowed devices."""
-
-    def __init__(self, fine: Grouping) -> None:
-        self.count = len(fine)
-        self.parent = list(range(self.count))
-        self.allowed = fine.allowed.copy()
-        runs = fine.allowed.sum(axis=1)
-        self.cost: list[float] = (fine.cost_ns.sum(axis=1) / runs).tolist()
-
-    def root(self, g: int) -> int:
-        while self.parent[g] != g:
-            self.parent[g] = self.parent[self.parent[g]]
-            g = self.parent[g]
-        return g
-
-    def unite(self, a: int, b: int, limit: float) -> None:
-        a, b = self.root(a), self.root(b)
-        common = self.allowed[a] & self.allowed[b]
-        if a == b or self.cost[a] + self.cost[b] > limit or not common.any():
-            return
-        self.parent[b] = a
-        self.cost[a] += self.cost[b]
-        self.cost[b] = 0.0
-        self.allowed[a] = common
-        self.count -= 1
-
-
-def _numbered(problem: Problem, group: NDArray[np.int64]) -> NDArray[np.int64]:
+def numbered(problem: Problem, group: NDArray[np.int64]) -> NDArray[np.int64]:
     """Renumber groups in topological order of their first members."""
     order = problem.graph.topological
     _, first, inverse = np.unique(group[order], return_index=True, return_inverse=True)
@@ -124,3 +61,23 @@ def _numbered(problem: Problem, group: NDArray[np.int64]) -> NDArray[np.int64]:
     numbered = np.empty(len(group), np.int64)
     numbered[order] = rank[inverse]
     return numbered
+
+
+def spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Give each op the device of its ``wish`` (N,), or the cheapest allowed one.
+
+    A group goes where its topologically first member wishes; ``wish`` is updated in place.
+    """
+    order = problem.graph.topological
+    group = problem.graph.group[order]
+    cost = np.array(problem.cost_ns)
+    grouped = group >= 0
+    if grouped.any():
+        first = np.unique(group[grouped], return_index=True)[1]
+        wish[order[grouped]] = wish[order[grouped][first]][group[grouped]]
+        total = np.zeros((len(first), problem.device_count), np.int64)
+        np.add.at(total, group[grouped], cost[order[grouped]])
+        cost[order[grouped]] = total[group[grouped]]
+    cheapest = np.where(problem.allowed, cost, np.iinfo(np.int64).max).argmin(axis=1)
+    fits = problem.allowed[np.arange(problem.op_count), wish]
+    return np.where(fits, wish, cheapest).astype(np.int32)

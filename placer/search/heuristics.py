@@ -1,23 +1,35 @@
-"""Placements without search: the initial candidates of every search.
+"""Placements without search: the initial candidates of every search, and placers of fixed rules.
 
 Trivial placements, classic list schedulers, and layers in model order, as models are placed by hand
 on devices that are too small for them. All respect the allowed devices of ops and keep a
 co-location group on one device.
+
+HEFT is Heterogeneous Earliest Finish Time (Topcuoglu et al. 2002), without insertion; ETF is
+Earliest Task First (Hwang et al. 1989); m-ETF is ETF with memory, as in Baechi (Jeon et al., SoCC
+2020; arXiv 2301.08695).
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.placement import OBJECTIVES
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
-from placer.search.candidate import Candidate, Kind
+from envs.simulator.max_load import max_load_ns
+from placer.search.candidate import Candidate, Kind, ranked
+from placer.search.contiguous import contiguous
 from placer.search.evaluator import Evaluator
+from placer.search.grouping import spread
 from placer.search.list_scheduler.decoder import HEFT, decode
-from placer.search.list_scheduler.etf import etf
+from placer.search.list_scheduler.etf import etf, memory_etf
+from placer.search.request import MAX_LOAD, STEP_OBJECTIVES, SearchRequest
 
 
 def heuristics(evaluator: Evaluator) -> list[Candidate]:
@@ -30,28 +42,28 @@ def heuristics(evaluator: Evaluator) -> list[Candidate]:
     singles = single_devices(evaluator)
     if problem.device_count == 1:
         return singles
-    found = [
+    candidates = [
         *singles,
         evaluator.candidate(Kind.LAYER_SPLIT, layer_split(problem), by_level),
         evaluator.candidate(Kind.ROUND_ROBIN, round_robin(problem), by_level),
     ]
     if any(candidate.step_ns == INFEASIBLE_NS for candidate in singles):
         plan = first_layers(problem, by_level)
-        found.append(evaluator.candidate(Kind.FIRST_LAYERS, plan, by_level))
-    found.append(evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT)))
-    found.append(evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling)))
-    return found
+        candidates.append(evaluator.candidate(Kind.FIRST_LAYERS, plan, by_level))
+    candidates.append(evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT)))
+    candidates.append(evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling)))
+    return candidates
 
 
 def single_devices(evaluator: Evaluator) -> list[Candidate]:
-    """Return a candidate for each device; its name says if ops that may not run there are not."""
-    found = []
+    """Return a candidate for each device; its name tells if some ops are not allowed there."""
+    candidates = []
     for d, device in enumerate(evaluator.problem.cluster.names):
         devices = single_device(evaluator.problem, d)
         name = f"single {device}" if (devices == d).all() else f"{device} where allowed"
         by_level = evaluator.scheduling.bottom_level
-        found.append(evaluator.candidate(Kind.SINGLE_DEVICE, devices, by_level, name=name))
-    return found
+        candidates.append(evaluator.candidate(Kind.SINGLE_DEVICE, devices, by_level, name=name))
+    return candidates
 
 
 def single_device(problem: Problem, device: int) -> NDArray[np.int32]:
@@ -78,26 +90,6 @@ def round_robin(problem: Problem) -> NDArray[np.int32]:
     wish = np.empty(problem.op_count, np.int64)
     wish[problem.graph.topological] = np.arange(problem.op_count) % problem.device_count
     return spread(problem, wish)
-
-
-def spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Give each op the device of its ``wish`` (N,), or the cheapest allowed one.
-
-    A group goes where its topologically first member wishes; ``wish`` is updated in place.
-    """
-    order = problem.graph.topological
-    group = problem.graph.group[order]
-    cost = np.array(problem.cost_ns)
-    grouped = group >= 0
-    if grouped.any():
-        first = np.unique(group[grouped], return_index=True)[1]
-        wish[order[grouped]] = wish[order[grouped][first]][group[grouped]]
-        total = np.zeros((len(first), problem.device_count), np.int64)
-        np.add.at(total, group[grouped], cost[order[grouped]])
-        cost[order[grouped]] = total[group[grouped]]
-    cheapest = np.where(problem.allowed, cost, np.iinfo(np.int64).max).argmin(axis=1)
-    fits = problem.allowed[np.arange(problem.op_count), wish]
-    return np.where(fits, wish, cheapest).astype(np.int32)
 
 
 def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -146,5 +138,95 @@ def layer_of(module: str) -> str:
     >>> layer_of("decoder.layers.3.mlp.0"), layer_of("head"), layer_of("2.conv")
     ('decoder.layers.3', 'head', '2')
     """
-    found = re.match(r"(.*?\.)?\d+(?=\.|$)", module)
-    return found[0] if found else module
+    match = re.match(r"(.*?\.)?\d+(?=\.|$)", module)
+    return match[0] if match else module
+
+
+def ranked_by(objective: str, problem: Problem, candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates sorted by step time or maximum load (stable)."""
+    if objective != MAX_LOAD:
+        return ranked(candidates)
+    loads = max_load_ns(problem, np.array([candidate.devices for candidate in candidates]))
+    return [candidates[i] for i in np.argsort(loads, kind="stable").tolist()]
+
+
+class Rule(ABC):
+    """Base class of placers with a few fixed placements, whatever budget and seed."""
+
+    objectives: ClassVar[tuple[str, ...]] = OBJECTIVES
+
+    @abstractmethod
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield the placements, at least one; see :meth:`Evaluator.candidate`."""
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return all candidates, best first."""
+        problem = request.problem
+        return ranked_by(request.objective, problem, list(self.candidates(Evaluator(problem))))
+
+
+class SingleDevice(Rule):
+    """One placement per device; ops that are not allowed there go to their cheapest device."""
+
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Return the placement on each device, in cluster order."""
+        return single_devices(evaluator)
+
+
+class RoundRobin(Rule):
+    """Assigns ops in topological order to the devices in turn."""
+
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield one placement."""
+        devices = round_robin(evaluator.problem)
+        yield evaluator.candidate(Kind.ROUND_ROBIN, devices, evaluator.scheduling.bottom_level)
+
+
+class LayerSplit(Rule):
+    """The split whose slowest part is fastest, optimal for a chain.
+
+    Memory is counted as if all outputs stayed. If that does not fit, only parameters count and the
+    simulator decides whether the step fits. If even parameters do not fit, parts are proportional
+    to the speed of their devices.
+    """
+
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield one placement."""
+        problem = evaluator.problem
+        devices = contiguous(problem)
+        if devices is None:
+            devices = contiguous(problem, keep_outputs=False)
+        if devices is None:
+            devices = layer_split(problem)
+        by_level, name = evaluator.scheduling.bottom_level, "layer split, balanced"
+        yield evaluator.candidate(Kind.LAYER_SPLIT, devices, by_level, name=name)
+
+
+class Heft(Rule):
+    """Places ops by upward rank, each where it finishes first."""
+
+    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
+
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield one placement."""
+        yield evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT))
+
+
+class Etf(Rule):
+    """Repeatedly places the op and device that can start first."""
+
+    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
+
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield one placement."""
+        yield evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling))
+
+
+class MemoryEtf(Rule):
+    """ETF that excludes devices without room for an op's parameters and output to stay."""
+
+    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
+
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield one placement."""
+        yield evaluator.candidate(Kind.M_ETF, *memory_etf(evaluator.scheduling))

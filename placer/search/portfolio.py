@@ -1,4 +1,4 @@
-"""Default search: heuristics, then the policy, then evolution and annealing.
+"""Default search: heuristics, then the policy, then evolution and annealing; and parts of it alone.
 
 Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes;
 annealing moves single ops and is better at the end. The best of all is kept, so the result is never
@@ -7,30 +7,32 @@ worse than the heuristics.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problem import Problem
+from envs.placement import OBJECTIVES
 from envs.simulator.bounds import lower_bound_ns
-from placer.milliseconds import milliseconds
+from placer.search.annealing.max_load import minimize_max_load
+from placer.search.annealing.run import anneal
 from placer.search.annealing.step_time import (
+    HOT,
     MOST_STARTS,
-    Annealing,
+    StepTimeAnnealing,
     affordable_moves,
-    anneal,
     initial_temperature,
     worthwhile_starts,
 )
-from placer.search.budget import Budget
 from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
-from placer.search.evolution import Evolution
+from placer.search.evolution import POPULATION, SIGMA, Evolution
 from placer.search.heuristics import heuristics
-from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
-from placer.search.request import SearchRequest
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
+from placer.search.request import MAX_LOAD, SearchRequest
+from placer.search.sampling import BudgetedEvaluator, Sampling
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
@@ -42,8 +44,6 @@ others."""
 EVOLUTION_SHARE: Final = 0.6
 """Evolution stops at this share of the budget, or after EVOLUTION_DECODES; annealing follows."""
 EVOLUTION_DECODES: Final = 1500
-POPULATION: Final = 10
-SIGMA: Final = 0.5
 LEAST_SPREAD: Final = 1e-3
 SENDERS: Final = 0.3
 """Share of annealing moves for ops that may delay the transfers of the critical chain."""
@@ -65,92 +65,83 @@ class Proposer(Protocol):
         ...
 
 
-def search(request: SearchRequest, policy: Proposer | None = None) -> list[Candidate]:
-    """Search for a placement with a short step time.
+@dataclass(frozen=True, slots=True)
+class Portfolio:
+    """Heuristics, a policy if given, evolution and annealing.
 
-    The budget counts after compiled code is loaded, and the heuristics always run in full.
-    ``should_stop`` is polled about every 0.05 s (never more often than one evaluation takes). The
-    search also ends when its best step time reaches the lower bound.
-
-    Args:
-        request: what to search, and how long.
-        policy: proposes decoder weights; without one evolution starts from HEFT.
-
-    Returns:
-        All heuristics, and the best placement of each of "policy", "evolution" and "annealing", the
-            shortest step first; infeasible ones come last with INFEASIBLE_NS.
+    Without a policy evolution starts from HEFT. For the objective max-load annealing runs alone.
     """
-    request.report(0.0, "loading compiled code, which takes long the first time")
-    load_compiled_code()  # before the budget starts
-    run = _Search(request)
-    run.begin()
-    if request.problem.device_count > 1:
-        run.evolve(run.learned(policy) if policy else _Beginning(HEFT))
-        run.anneal()
-    run.report(1.0, "done")
-    return run.candidates()
 
+    policy: Proposer | None = None
+    objectives: ClassVar[tuple[str, ...]] = OBJECTIVES
 
-class _Beginning(NamedTuple):
-    """Start of the evolution: decoder weights (21,) and their standard deviations, if known."""
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return all heuristics and the best placement of each search, best first.
 
-    weights: NDArray[np.float64]
-    spread: NDArray[np.float64] | None = None
+        The budget counts after compiled code is loaded, and the heuristics always run in full. The
+        search also ends when its best step time reaches the lower bound.
+        """
+        if request.objective == MAX_LOAD:
+            return minimize_max_load(request)
+        request.report(0.0, "loading compiled code, which takes long the first time")
+        load_compiled_code()
+        search = _Search(request, bounded=_pays(request))
+        search.begin()
+        if request.problem.device_count > 1:
+            search.evolve(self.policy)
+            search.anneal()
+        request.report(1.0, "done")
+        return search.candidates()
 
 
 class _Search:
     """State of one search."""
 
-    def __init__(self, request: SearchRequest) -> None:
-        problem = request.problem
+    def __init__(self, request: SearchRequest, *, bounded: bool) -> None:
         self.meter = request.meter()
-        self.evaluator = Evaluator(problem)
+        self.evaluator = Evaluator(request.problem)
         self.seeds = np.random.SeedSequence(request.seed).generate_state(2 + MOST_STARTS).tolist()
-        self.report = request.report
-        self.bound_ns = lower_bound_ns(problem) if _pays(problem, request.budget) else 0
+        self.bound_ns = lower_bound_ns(request.problem) if bounded else 0
         self.known: list[Candidate] = []
-        self.found: list[Candidate] = []
+        self.new: list[Candidate] = []
         self.chunk = 1
 
     def begin(self) -> None:
+        """Evaluate the heuristics."""
         self.known = heuristics(self.evaluator)
         self.meter.spend(len(self.known))
-        self._settle(min(c.step_ns for c in self.known))
-        self.meter.note("heuristics", min(c.step_ns for c in self.known))
-        self.report(self.meter.share(), "heuristics")
+        self._note("heuristics", ranked(self.known)[0].step_ns)
 
-    def learned(self, policy: Proposer) -> _Beginning:
-        """Decode the policy's proposals, then samples around the best; return the best weights."""
-        means, deviations = policy.propose(self.evaluator, self.known)
-        spreads = np.maximum(deviations, LEAST_SPREAD)
-        costs = self.decode(Kind.POLICY, means, SAMPLE_SHARE)
-        if len(costs) == 0:
-            return _Beginning(means[0], spreads[0])
-        first = int(costs.argmin())
-        normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
-        spread = np.maximum(SAMPLE_SPREAD * deviations[first], SIGMA)
-        rows = (means[first] + spread * normal).round(9)
-        sampled = self.decode(Kind.POLICY, rows, SAMPLE_SHARE)
-        if len(sampled) and sampled.min() < costs[first]:
-            return _Beginning(rows[int(sampled.argmin())], spreads[first])
-        return _Beginning(means[first], spreads[first])
-
-    def evolve(self, beginning: _Beginning) -> None:
+    def evolve(self, policy: Proposer | None) -> None:
+        """Evolve weights from the policy's best ones, or from those of HEFT."""
+        weights, spread = (HEFT, None) if policy is None else self._proposed(policy)
         evolution = Evolution(
-            beginning.weights,
-            sigma=SIGMA,
-            spread=beginning.spread,
-            seed=self.seeds[1],
-            population=POPULATION,
+            weights, sigma=SIGMA, spread=spread, seed=self.seeds[1], population=POPULATION
         )
         for _ in range(EVOLUTION_DECODES // POPULATION):
             rows = evolution.ask()
-            costs = self.decode(Kind.EVOLUTION, rows, EVOLUTION_SHARE)
+            costs = self._decode(Kind.EVOLUTION, rows, EVOLUTION_SHARE)
             if len(costs) < len(rows):
                 break
             evolution.tell(rows, costs)
 
-    def decode(self, kind: Kind, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
+    def _proposed(self, policy: Proposer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Decode the proposals, then samples around the best; return the best weights, spreads."""
+        means, deviations = policy.propose(self.evaluator, self.known)
+        spreads = np.maximum(deviations, LEAST_SPREAD)
+        costs = self._decode(Kind.POLICY, means, SAMPLE_SHARE)
+        if len(costs) == 0:
+            return means[0], spreads[0]
+        first = int(costs.argmin())
+        normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
+        spread = np.maximum(SAMPLE_SPREAD * deviations[first], SIGMA)
+        rows = (means[first] + spread * normal).round(9)
+        sampled = self._decode(Kind.POLICY, rows, SAMPLE_SHARE)
+        if len(sampled) and sampled.min() < costs[first]:
+            return rows[int(sampled.argmin())], spreads[first]
+        return means[first], spreads[first]
+
+    def _decode(self, kind: Kind, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
         """Return costs of weights (B, 21), of fewer if ``share`` of the budget is spent first."""
         costs: list[int] = []
         best: Candidate | None = None
@@ -166,57 +157,111 @@ class _Search:
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
                 best = self.evaluator.candidate(kind, devices[row], priority[row], int(new[row]))
-        self.report(self.meter.share(), kind.value)
         if best is not None:
             self._keep(best)
         return np.array(costs, np.int64)
 
     def anneal(self) -> None:
+        """Anneal from the best placement; with much time also from other good ones."""
         if self.meter.over():
             return
-        best = distinct(ranked(self.found + self.known), MOST_STARTS)
+        best = distinct(ranked(self.new + self.known), MOST_STARTS)
         moves = affordable_moves(self.evaluator, best[0], self.meter)
         self.meter.spend(1)
         # The best placement; if there is time also the best heuristic and the next best placement.
         starts = distinct([best[0], *ranked(self.known), *best], worthwhile_starts(moves))
         hot = initial_temperature(moves // len(starts), self.evaluator.problem.op_count)
+        self.anneal_from(starts, self.seeds[2:], hot=hot, senders=SENDERS)
+
+    def anneal_from(
+        self, starts: list[Candidate], seeds: list[int], *, hot: float, senders: float
+    ) -> None:
+        """Anneal from each of the placements for an equal share of the remaining budget."""
         began = self.meter.share()
         for number, start in enumerate(starts):
-            annealing = Annealing(
-                self.evaluator, start, self.seeds[2 + number], hot=hot, senders=SENDERS
+            if self.meter.over():
+                break
+            annealing = StepTimeAnnealing(
+                self.evaluator, start, seeds[number], hot=hot, senders=senders
             )
             self.meter.spend(1)
             end = began + (1.0 - began) * (number + 1) / len(starts)
-            anneal(annealing, self.meter, end, self._report_annealing)
+            for cost in anneal(annealing, self.meter, end=end):
+                self._note(Kind.ANNEALING.value, cost)
             self._keep(annealing.best())
-            if self.meter.over():
-                break
-
-    def _report_annealing(self, cost: int) -> None:
-        self._settle(cost)
-        self.meter.note(Kind.ANNEALING.value, cost)
-        self.report(self.meter.share(), f"annealing, {milliseconds(cost / 1e9)} ms")
 
     def candidates(self) -> list[Candidate]:
         """Return all heuristics and the best new placement of each kind of search, best first."""
-        everything = ranked(self.known + self.found)
-        new = [c for c in distinct(everything, len(everything)) if c in self.found]
+        everything = ranked(self.known + self.new)
+        new = [c for c in distinct(everything, len(everything)) if c in self.new]
         best_of = {candidate.kind: candidate for candidate in reversed(new)}
         return ranked([*self.known, *best_of.values()])
 
     def _keep(self, candidate: Candidate) -> None:
-        same = [c for c in self.found if c.kind is candidate.kind]
-        others = [c for c in self.found if c.kind is not candidate.kind]
-        self._settle(candidate.step_ns)
-        self.meter.note(candidate.kind.value, candidate.step_ns)
-        self.found = others + distinct(ranked([*same, candidate]), MOST_STARTS)
+        same = [c for c in self.new if c.kind is candidate.kind]
+        others = [c for c in self.new if c.kind is not candidate.kind]
+        self._note(candidate.kind.value, candidate.step_ns)
+        self.new = others + distinct(ranked([*same, candidate]), MOST_STARTS)
 
-    def _settle(self, cost: int) -> None:
-        if cost <= self.bound_ns:
+    def _note(self, name: str, cost_ns: int) -> None:
+        """Report a cost; stop if no placement can be better."""
+        self.meter.note(name, cost_ns)
+        if cost_ns <= self.bound_ns:
             self.meter.stopped = True
 
 
-def _pays(problem: Problem, budget: Budget) -> bool:
+def _pays(request: SearchRequest) -> bool:
     """Return whether a lower bound is worth its time, about 0.05 s for 1,000 ops."""
-    long = budget.seconds is None or budget.seconds >= LONG_S
-    return long and problem.op_count <= LARGEST_BOUNDED
+    seconds = request.budget.seconds
+    return (seconds is None or seconds >= LONG_S) and request.problem.op_count <= LARGEST_BOUNDED
+
+
+@dataclass(frozen=True, slots=True)
+class AnnealingPlacer:
+    """Annealing from the best heuristic, repeated with other seeds if the budget allows.
+
+    ``senders`` as in :class:`placer.search.annealing.step_time.StepTimeAnnealing`.
+    """
+
+    senders: float = 0.0
+    objectives: ClassVar[tuple[str, ...]] = OBJECTIVES
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return all heuristics and the best annealed placement, best first."""
+        if request.objective == MAX_LOAD:
+            return minimize_max_load(request)
+        load_compiled_code()  # before the budget starts
+        search = _Search(request, bounded=False)
+        search.begin()
+        start = ranked(search.known)[0]
+        count = worthwhile_starts(affordable_moves(search.evaluator, start, search.meter))
+        search.anneal_from([start] * count, search.seeds, hot=HOT, senders=self.senders)
+        return ranked([*search.known, *search.new[:1]])
+
+
+class PolicyPlacer(Sampling):
+    """Decodes the policy's proposals, then samples around the best of them."""
+
+    kind: ClassVar[Kind] = Kind.POLICY
+
+    def __init__(self, policy: Proposer | None) -> None:
+        if policy is None:
+            raise ValueError("placer 'policy' is nothing without a trained policy: name one")
+        self.policy = policy
+
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        """Evaluate proposals and samples; the heuristics that the policy needs are not counted."""
+        evaluator = budgeted.evaluator
+        means, deviations = self.policy.propose(evaluator, heuristics(evaluator))
+        costs: list[int] = []
+        for mean in means:
+            costs.append(budgeted.evaluate(*decode(evaluator.scheduling, mean)))
+            if budgeted.over():
+                return
+        best = int(np.argmin(costs))
+        random = np.random.default_rng(seed)
+        while not budgeted.over():
+            normal = random.standard_normal(len(means[best]))
+            budgeted.evaluate(
+                *decode(evaluator.scheduling, means[best] + deviations[best] * normal)
+            )

@@ -1,23 +1,124 @@
-"""The request for a search: what every placer receives."""
+"""Requests for a search: the problem, the budget and how it is spent, and the protocol of placers.
+
+A placer counts its evaluations with a :class:`Meter` of the request.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from typing import Final, TypeAlias
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar, Final, Protocol, TypeAlias
 
-from envs.problem import Problem
-from placer.search.budget import Budget, Meter
-from placer.search.trace import SearchTrace
+from envs.problem import HORIZON_NS, Problem
+from placer.milliseconds import milliseconds
+from placer.search.candidate import Candidate
+
+_FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0}
+LONGEST_CHUNK_S: Final = 0.05
+LARGEST_CHUNK: Final = 1 << 16
+
+LATENCY: Final = "latency"
+MAX_LOAD: Final = "max-load"
+STEP_OBJECTIVES: Final = (LATENCY, "throughput")
+"""Objectives of placers that minimize the step time: of one micro-batch, or of many."""
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Called with the spent share of the budget, 0 .. 1, and a text."""
 
-LATENCY: Final = "latency"
-MAX_LOAD: Final = "max-load"
-STEPS: Final = (LATENCY, "throughput")
-"""Objectives of placers that minimize the step time: of one micro-batch, or of many."""
-ALL: Final = (*STEPS, MAX_LOAD)
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Search budget: either ``seconds`` or ``evaluations``; the other is None.
+
+    With evaluations, a search with the same seed gives the same result on every machine.
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.seconds is None) == (self.evaluations is None):
+            raise ValueError("a budget is either seconds or evaluations, such as '20s' or '4000e'")
+        amount = self.seconds if self.seconds is not None else self.evaluations
+        if amount is None or not (math.isfinite(amount) and amount > 0):
+            raise ValueError(f"a budget of {amount} is no amount above 0; try '20s' or '4000e'")
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Parse ``"20s"``, ``"2m"`` or ``"4000e"``.
+
+        >>> Budget.parse("1.5s"), Budget.parse("4000e")
+        (Budget(seconds=1.5, evaluations=None), Budget(seconds=None, evaluations=4000))
+
+        Raises:
+            ValueError: the text has another form, is zero, or is a fraction of an evaluation.
+        """
+        match = _FORM.fullmatch(text.strip().lower())
+        if match is None:
+            raise ValueError(
+                f"budget {text!r} is neither seconds, such as '20s' or '1.5m', nor evaluations, "
+                "such as '4000e'"
+            )
+        amount, unit = float(match[1]), match[2]
+        if unit in _SECONDS:
+            return cls(seconds=amount * _SECONDS[unit])
+        if not math.isfinite(amount) or amount != int(amount):
+            raise ValueError(f"budget {text!r} is no whole number of evaluations; try '4000e'")
+        return cls(evaluations=int(amount))
+
+    def part(self, share: float) -> Budget:
+        """Return ``share`` (0 .. 1) of the budget, at least one evaluation.
+
+        >>> Budget(evaluations=1000).part(0.3)
+        Budget(seconds=None, evaluations=300)
+        """
+        if self.seconds is not None:
+            return Budget(seconds=self.seconds * share)
+        assert self.evaluations is not None
+        return Budget(evaluations=max(round(self.evaluations * share), 1))
+
+    def __str__(self) -> str:
+        """Return the budget in the form that :meth:`parse` reads."""
+        return f"{self.seconds:g}s" if self.seconds is not None else f"{self.evaluations}e"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """An improvement over all earlier placements of the same part of a search."""
+
+    evaluations: int  # spent by all parts of the search until then
+    seconds: float  # since the search began
+    cost_s: float  # simulated value of the objective
+
+
+@dataclass(slots=True)
+class PartTrace:
+    """The improvements of one part of a search, in order."""
+
+    name: str
+    improvements: list[Improvement] = field(default_factory=list)
+    evaluations: int = 0  # at its last report
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SearchTrace:
+    """The trace of each part of a search, in order of their starts."""
+
+    parts: dict[str, PartTrace] = field(default_factory=dict)
+
+    def note(self, name: str, evaluations: int, seconds: float, cost_s: float) -> None:
+        """Record the best cost of ``name`` so far."""
+        part = self.parts.setdefault(name, PartTrace(name))
+        part.evaluations, part.seconds = evaluations, seconds
+        if not part.improvements or cost_s < part.improvements[-1].cost_s:
+            part.improvements.append(
+                Improvement(evaluations=evaluations, seconds=seconds, cost_s=cost_s)
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +133,7 @@ class SearchRequest:
         progress: called with the progress.
         should_stop: polled now and then; once it returns True, a placer returns the best so far.
         search_trace: records the improvements of the search, if given.
+        clock: returns the time in seconds, for budgets in seconds.
     """
 
     problem: Problem
@@ -42,12 +144,95 @@ class SearchRequest:
     progress: Progress | None = None
     should_stop: Callable[[], bool] | None = None
     search_trace: SearchTrace | None = None
+    clock: Callable[[], float] = time.perf_counter
 
     def meter(self) -> Meter:
         """Return a meter of the budget, which starts now."""
-        return Meter(self.budget, self.should_stop, search_trace=self.search_trace)
+        return Meter(self)
 
     def report(self, share: float, text: str) -> None:
         """Report the spent share of the budget, at most 1, if anyone listens."""
         if self.progress is not None:
             self.progress(min(share, 1.0), text)
+
+
+class Meter:
+    """Spending of the budget of a request, including requests to stop.
+
+    Compiled loops run in chunks of about ``chunk_s`` between two polls of ``should_stop``.
+    """
+
+    def __init__(self, request: SearchRequest) -> None:
+        """Start to spend the budget."""
+        self.request = request
+        self.spent = 0
+        self.stopped = False
+        self._began = request.clock()
+
+    @property
+    def chunk_s(self) -> float:
+        """Length of a chunk: 0.05 s, or 1/50 of the budget if that is shorter."""
+        if self.request.budget.seconds is None:
+            return LONGEST_CHUNK_S
+        return min(LONGEST_CHUNK_S, self.request.budget.seconds / 50.0)
+
+    def seconds(self) -> float:
+        """Return the seconds since the meter was created."""
+        return self.request.clock() - self._began
+
+    def share(self) -> float:
+        """Return the spent share of the budget, 0 .. 1 (above 1 when overdrawn)."""
+        if self.request.budget.seconds is not None:
+            return self.seconds() / self.request.budget.seconds
+        assert self.request.budget.evaluations is not None
+        return self.spent / self.request.budget.evaluations
+
+    def spend(self, evaluations: int) -> None:
+        """Add to the spent evaluations."""
+        self.spent += evaluations
+
+    def note(self, name: str, cost_ns: int) -> None:
+        """Report the best cost of ``name`` so far; record it in the search trace if feasible."""
+        fits, trace = cost_ns < HORIZON_NS, self.request.search_trace
+        if trace is not None and fits:
+            trace.note(name, self.spent, self.seconds(), cost_ns / 1e9)
+        if self.request.progress is not None:
+            cost = f"{milliseconds(cost_ns / 1e9)} ms" if fits else "nothing fits"
+            self.request.report(self.share(), f"{name}, {cost}")
+
+    def left(self, share: float = 1.0) -> int | None:
+        """Return the evaluations left of ``share`` of the budget, None if it is in seconds."""
+        if self.request.budget.evaluations is None:
+            return None
+        return max(round(self.request.budget.evaluations * share) - self.spent, 0)
+
+    def over(self, share: float = 1.0) -> bool:
+        """Return whether ``share`` of the budget is spent or a stop was requested."""
+        should_stop = self.request.should_stop
+        if not self.stopped and should_stop is not None and should_stop():
+            self.stopped = True
+        return self.stopped or self.share() >= share
+
+    def next_chunk(self, chunk: int, done: int, seconds: float) -> int:
+        """Return how many steps to make until the next look at the clock, by the rate of the last.
+
+        The last chunk of ``chunk`` steps was cut to ``done`` steps, which took ``seconds``.
+        """
+        rate = done / max(seconds, 1e-6)
+        return int(min(max(rate * self.chunk_s, 1), 2 * chunk, LARGEST_CHUNK))
+
+
+class Placer(Protocol):
+    """Search algorithm that returns devices and order of ops.
+
+    Every candidate puts each op on an allowed device and a co-location group on one device. The
+    same problem, seed and budget of evaluations give the same candidates; see
+    :mod:`placer.search.contract`.
+    """
+
+    objectives: ClassVar[tuple[str, ...]]
+    """Supported objectives, of :data:`envs.placement.OBJECTIVES`."""
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return at least one candidate, best first."""
+        ...

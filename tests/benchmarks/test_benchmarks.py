@@ -38,12 +38,11 @@ from envs.simulator import Simulator
 from envs.simulator.bounds import lower_bound_ns
 from graphs.graph import GraphArrays
 from graphs.synthetic.shapes import layered
-from placer.placers.portfolio import Portfolio
-from placer.placers.registry import placer_named
 from placer.policies import load
 from placer.policies.pool import Exercise
-from placer.search.budget import Budget
-from placer.search.request import SearchRequest
+from placer.search.portfolio import Portfolio
+from placer.search.registry import placer_named
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.docs_pages import PAGES
 from tests.helpers.folders import ROOT
 

@@ -16,7 +16,7 @@ from envs.simulator.bounds import bounds_of, lower_bound_ns
 from envs.simulator.max_load import max_load_ns
 from envs.simulator.micro_batches import Pipeline
 from graphs.graph import LARGEST_BYTES, GraphArrays, add_edge, add_op, new_graph
-from placer.search.annealing.step_time import Annealing
+from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, decode
@@ -112,8 +112,8 @@ def test_links_at_the_ends_of_their_ranges_are_searched_and_simulated(key: str, 
     evaluator = Evaluator(problem)
     for plan in heuristics(evaluator):
         assert set(plan.devices.tolist()) <= {0, 1}
-    run = Annealing(evaluator, heuristics(evaluator)[0], seed=0)
-    run.run(50, first=0, stride=1, total=50)
+    run = StepTimeAnnealing(evaluator, heuristics(evaluator)[0], seed=0)
+    run.run(50, first=0, total=50)
     assert run.best().step_ns <= heuristics(evaluator)[0].step_ns == 4000
     assert 0 <= problem.transfer_ns(LARGEST_BYTES, 0, 1) <= HORIZON_NS
     assert max_load_ns(problem, np.zeros((1, 4), np.int32)).tolist() == [4000]

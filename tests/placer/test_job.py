@@ -20,8 +20,8 @@ from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import load_graph, save_graph
 from placer.cli.main import main
 from placer.job import Job
-from placer.placers import registry
-from placer.placers.rules import Heft, Turns
+from placer.search import registry
+from placer.search.heuristics import Heft, RoundRobin
 
 CLUSTER = Cluster(
     name="pair",
@@ -154,13 +154,13 @@ def test_a_registered_placer_is_used_by_its_name(
 ) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
     graph, cluster = files
-    placer.register_placer("in turn", Turns)
+    placer.register_placer("in turn", RoundRobin)
     search = placer.SearchConfig(budget="10e", placer="in turn")
-    assert isinstance(search.placer, Turns)
+    assert isinstance(search.placer, RoundRobin)
     found = placer.optimize(graph, cluster, search=search, progress=False)
     assert any(row.name.startswith("round robin") for row in found.candidates)
     with pytest.raises(ValueError, match="choose another name"):
-        placer.register_placer("heft", Turns)
+        placer.register_placer("heft", RoundRobin)
     with pytest.raises(ValueError, match="objectives"):
         placer.register_placer("no class", dict)  # type: ignore[arg-type]  # that is the point
 

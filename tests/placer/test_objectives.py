@@ -18,12 +18,11 @@ from envs.simulator import Simulated
 from envs.simulator.max_load import max_load_ns
 from graphs.graph import add_edge, add_op, new_graph
 from placer.cli.main import main
-from placer.placers.objectives import Objective
-from placer.placers.portfolio import Portfolio
-from placer.placers.registry import placer_named
 from placer.search.annealing.max_load import minimize_max_load
-from placer.search.budget import Budget
-from placer.search.request import SearchRequest
+from placer.search.objectives import Objective
+from placer.search.portfolio import Portfolio
+from placer.search.registry import placer_named
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import Case, one_kind, problem_of, random_case
 
@@ -221,7 +220,7 @@ def test_plans_for_micro_batches_name_every_op_once() -> None:
 def test_for_throughput_balanced_loads_are_a_candidate() -> None:
     problem = random_problem(0, ops=40, devices=3)
     budget = Budget(evaluations=2000)
-    balanced = minimize_max_load(problem, budget.part(0.3), 0)[0]
+    balanced = minimize_max_load(SearchRequest(problem, budget.part(0.3)))[0]
     found = Objective(name="throughput", micro_batches=4).search(
         SearchRequest(problem, budget), Portfolio()
     )

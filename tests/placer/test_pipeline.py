@@ -38,15 +38,13 @@ from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.messages import extraction_remarks
 from placer.pipeline import optimize_job, optimize_problem
-from placer.placers.objectives import Objective
-from placer.placers.rules import Rule
 from placer.policies import load
 from placer.result import Result
-from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind, Prediction
 from placer.search.evaluator import Evaluator
-from placer.search.heuristics import round_robin
-from placer.search.request import SearchRequest
+from placer.search.heuristics import Rule, round_robin
+from placer.search.objectives import Objective
+from placer.search.request import Budget, Meter, SearchRequest
 from tests.helpers import tiny_models
 from tests.helpers.folders import ROOT
 from tests.helpers.random_problems import random_problem
@@ -338,7 +336,7 @@ def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objecti
 
 
 def test_the_plan_that_misses_memory_by_least_is_named() -> None:
-    shortfalls = {Kind.MIN_CUT: 0, Kind.SINGLE_DEVICE: 30, Kind.HEFT: 10, Kind.ETF: 20}
+    shortfalls = {Kind.EVOLUTION: 0, Kind.SINGLE_DEVICE: 30, Kind.HEFT: 10, Kind.ETF: 20}
     candidates = [
         candidate(kind, np.inf, None, missing_bytes=missing, why=f"a lacks {missing} B.")
         for kind, missing in shortfalls.items()

@@ -13,9 +13,8 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from placer.policies.decoders import Decoders
 from placer.policies.network import ACTION_SCALE
 from placer.policies.training.config import Imitation
-from placer.search.evolution import Evolution
+from placer.search.evolution import POPULATION, Evolution
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
-from placer.search.portfolio import POPULATION
 
 BATCH: Final = 64
 

@@ -38,7 +38,7 @@ from placer.report.html.commands import Command
 from placer.report.html.schedule import timeline_data
 from placer.result import Result
 from placer.search.candidate import Candidate
-from placer.search.trace import SearchTrace
+from placer.search.request import SearchTrace
 
 
 def ops_data(problem: Problem, placement: Placement) -> dict[str, Any]:

@@ -10,11 +10,11 @@ import numpy as np
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from placer.placers.objectives import Objective
 from placer.result import Result
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
+from placer.search.objectives import Objective
 
 UNNAMED = "this placement"
 

@@ -11,7 +11,6 @@ rounds start from the best heuristics; later rounds draw their initial temperatu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -29,15 +28,16 @@ from envs.simulator.max_load import (
     largest_load,
     load_arrays,
     loads_for,
-    max_load_ns,
 )
-from placer.milliseconds import milliseconds
-from placer.search.annealing.moves import (
+from placer.search.annealing.run import (
     BEST,
     FREE,
     MOVED,
+    Annealing,
+    AnnealingOptions,
     AnnealingState,
-    MoveShares,
+    Ints,
+    anneal,
     below,
     change_devices,
     exponential,
@@ -47,12 +47,11 @@ from placer.search.annealing.moves import (
     undo_or_redo,
     uniform,
 )
-from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind
 from placer.search.contiguous import narrow_order, pipeline_parts
 from placer.search.evaluator import Evaluator
-from placer.search.heuristics import heuristics
-from placer.search.trace import SearchTrace
+from placer.search.heuristics import heuristics, ranked_by
+from placer.search.request import MAX_LOAD, Meter, SearchRequest
 
 HOT: Final = 3e-2
 COOLEST: Final = 1e-3
@@ -62,13 +61,13 @@ STARTS: Final = 3
 FEWEST_MOVES: Final = 20_000
 MOVES_PER_OP: Final = 500
 """A round has MOVES_PER_OP moves per op, at least FEWEST_MOVES; fewer if the budget ends."""
-LARGEST_CHUNK: Final = 1 << 16
 SEEDS_APART: Final = 1_000_003
 MOST_OPS_IN_NARROW_ORDER: Final = 5000
 """Computing the narrow order takes seconds for larger graphs."""
 ON_BUSIEST: Final = 0.7
 TRIES: Final = 8
-MOVES: Final = MoveShares(
+OPTIONS: Final = AnnealingOptions(
+    hot=HOT,
     swaps=0.15,
     runs=0.05,
     clusters=0.35,
@@ -83,112 +82,51 @@ CHANGED: Final = FREE
 BUSIEST: Final = FREE + 1
 
 
-def minimize_max_load(
-    problem: Problem,
-    budget: Budget,
-    seed: int,
-    *,
-    progress: Callable[[float, str], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    search_trace: SearchTrace | None = None,
-) -> list[Candidate]:
-    """Search for a placement with a small maximum load.
+def minimize_max_load(request: SearchRequest) -> list[Candidate]:
+    """Return all heuristics, contiguous parts and the best annealed placement, best first.
 
-    Args:
-        problem: graph and cluster.
-        budget: seconds, counted after compiled code is loaded, or moves. With moves the result
-            depends on ``seed`` alone.
-        seed: random seed.
-        progress: called with the spent share of the budget, 0 .. 1, and a text.
-        should_stop: polled about every 0.05 s.
-        search_trace: records the improvements of the search, if given.
-
-    Returns:
-        All heuristics, contiguous parts and the best placement of the search, smallest load first.
+    With a budget of evaluations, which are moves here, the seed determines the result.
     """
-    load_compiled_code()
-    meter = Meter(budget, should_stop, search_trace=search_trace)
+    load_compiled_code()  # before the budget starts
+    problem, meter = request.problem, request.meter()
     evaluator = Evaluator(problem)
-    found = heuristics(evaluator)
+    candidates = heuristics(evaluator)
     if problem.device_count > 1:
-        orders = _orders(problem)
-        level = evaluator.scheduling.bottom_level
-        parts = (pipeline_parts(problem, order) for order in orders)
-        found += [evaluator.candidate(Kind.CONTIGUOUS_PARTS, own, level) for own in parts]
-        best = _anneal_in_rounds(
-            problem, _by_load(problem, found), orders[-1], seed, meter, progress
-        )
-        found.append(evaluator.candidate(Kind.ANNEALING, best, level))
-    if progress is not None:
-        progress(1.0, "done")
-    return _by_load(problem, found)
-
-
-def _orders(problem: Problem) -> list[NDArray[np.int32]]:
-    orders = [problem.graph.topological]
-    if problem.op_count <= MOST_OPS_IN_NARROW_ORDER:
-        orders.append(narrow_order(problem.graph))
-    return orders
-
-
-def _by_load(problem: Problem, plans: list[Candidate]) -> list[Candidate]:
-    loads = max_load_ns(problem, np.array([plan.devices for plan in plans]))
-    return [plans[i] for i in np.argsort(loads, kind="stable").tolist()]
+        orders = [problem.graph.topological]
+        if problem.op_count <= MOST_OPS_IN_NARROW_ORDER:
+            orders.append(narrow_order(problem.graph))
+        by_level = evaluator.scheduling.bottom_level
+        for order in orders:
+            parts = pipeline_parts(problem, order)
+            candidates.append(evaluator.candidate(Kind.CONTIGUOUS_PARTS, parts, by_level))
+        starts = ranked_by(MAX_LOAD, problem, candidates)
+        best = _anneal_in_rounds(problem, starts, orders[-1], request.seed, meter)
+        candidates.append(evaluator.candidate(Kind.ANNEALING, best, by_level))
+    request.report(1.0, "done")
+    return ranked_by(MAX_LOAD, problem, candidates)
 
 
 def _anneal_in_rounds(
-    problem: Problem,
-    starts: list[Candidate],
-    order: NDArray[np.int32],
-    seed: int,
-    meter: Meter,
-    progress: Callable[[float, str], None] | None,
-) -> NDArray[np.int32]:
+    problem: Problem, starts: list[Candidate], order: Ints, seed: int, meter: Meter
+) -> Ints:
     """Return the best placement (N,) of all rounds; at least one round is run."""
     rng = np.random.default_rng(seed)
+    moves = max(FEWEST_MOVES, MOVES_PER_OP * problem.op_count)
     best: MaxLoadAnnealing | None = None
     number = 0
     while best is None or not meter.over():
         start, hot = starts[min(number, len(starts) - 1)].devices, HOT
         if best is not None and number >= STARTS:
-            start = best.best_devices()
+            start = best.best_devices
             hot = COOLEST * (HOTTEST / COOLEST) ** float(rng.random())
-        run = MaxLoadAnnealing(problem, start, order, seed * SEEDS_APART + number)
-        _spend(run, meter, hot, max(FEWEST_MOVES, MOVES_PER_OP * problem.op_count), best, progress)
-        if best is None or run.best_ns < best.best_ns:
-            best = run
+        annealing = MaxLoadAnnealing(problem, start, order, seed * SEEDS_APART + number, hot=hot)
+        lowest = INFEASIBLE_NS if best is None else best.best_cost
+        for cost in anneal(annealing, meter, moves=moves):
+            meter.note(Kind.ANNEALING.value, min(cost, lowest))
+        if best is None or annealing.best_cost < best.best_cost:
+            best = annealing
         number += 1
-    return best.best_devices()
-
-
-def _spend(
-    run: MaxLoadAnnealing,
-    meter: Meter,
-    hot: float,
-    moves: int,
-    best: MaxLoadAnnealing | None,
-    progress: Callable[[float, str], None] | None,
-) -> None:
-    """Run one round; if the budget ends earlier, compress its schedule into what is left."""
-    begin = meter.share()
-    left = meter.left()
-    total = moves if left is None else max(min(moves, left), 1)
-    at, chunk = 0, 256
-    while at < total and not meter.over():
-        began = meter.seconds()
-        steps = min(chunk, total - at)
-        run.run(steps, first=at, total=total, hot=hot)
-        meter.spend(steps)
-        squeezed = (meter.share() - begin) / max(1.0 - begin, 1e-9) * total
-        at = max(at + steps, int(squeezed)) if left is None else at + steps
-        chunk = meter.next_chunk(chunk, steps, meter.seconds() - began, LARGEST_CHUNK)
-        best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
-        meter.note(Kind.ANNEALING.value, best_ns)
-        if progress is not None:
-            known = (
-                "nothing fits" if best_ns == INFEASIBLE_NS else f"{milliseconds(best_ns / 1e9)} ms"
-            )
-            progress(min(meter.share(), 1.0), f"annealing, {known}")
+    return best.best_devices.copy()
 
 
 @by_pointer
@@ -200,16 +138,16 @@ class Energy(NamedTuple):
     is_changed: NDArray[np.bool_]  # (N,)
 
 
-class MaxLoadAnnealing:
-    """One annealing run, possibly in pieces; its best placement is never worse than the start."""
+class MaxLoadAnnealing(Annealing):
+    """Annealing towards a small maximum load; the cost, ``INFEASIBLE_NS`` if none is feasible."""
 
     def __init__(
-        self, problem: Problem, start: NDArray[np.int32], order: NDArray[np.int32], seed: int
+        self, problem: Problem, start: Ints, order: Ints, seed: int, *, hot: float = HOT
     ) -> None:
         """Start from an allowed placement (N,); the moves of runs follow ``order`` (N,)."""
+        super().__init__(new_state(problem, start, order, seed), OPTIONS._replace(hot=hot))
         self._arrays = load_arrays(problem)
         self._loads = loads_for(self._arrays)
-        self._state = new_state(problem, start, order, seed)
         self._energy = Energy(
             current=np.zeros(1),
             changed=np.zeros(problem.op_count, np.int32),
@@ -218,21 +156,13 @@ class MaxLoadAnnealing:
         _begin(self._arrays, self._loads, self._state, self._energy)
 
     @property
-    def best_ns(self) -> int:
-        """The smallest maximum load so far; ``INFEASIBLE_NS`` if nothing was feasible."""
-        return int(self._state.counters[BEST])
+    def best_devices(self) -> Ints:
+        """The placement (N,) with the smallest maximum load so far."""
+        return self._state.best_devices
 
-    def best_devices(self) -> NDArray[np.int32]:
-        """Return the placement (N,) with the smallest maximum load."""
-        return self._state.best_devices.copy()
-
-    def run(self, steps: int, *, first: int, total: int, hot: float) -> None:
-        """Make ``steps`` moves; move j is at ``(first + j) / total`` of the schedule.
-
-        ``hot`` is the initial relative temperature.
-        """
-        schedule = int(steps), int(first), int(total), float(hot)
-        _anneal(self._arrays, self._loads, self._state, self._energy, MOVES, *schedule)
+    def _run(self, steps: int, first: int, total: int) -> None:
+        arrays, loads, options = self._arrays, self._loads, self._options
+        _anneal(arrays, loads, self._state, self._energy, options, steps, first, total)
 
 
 @compiled_borrowing
@@ -248,17 +178,16 @@ def _anneal(
     loads: Loads,
     state: AnnealingState,
     energy: Energy,
-    moves: MoveShares,
+    options: AnnealingOptions,
     steps: int,
     first: int,
     total: int,
-    hot: float,
 ) -> None:
     counters = state.counters
     for step in range(steps):
-        warmth = temperature(hot, (first + step) / total)
+        warmth = temperature(options.hot, (first + step) / total)
         counters[MOVED] = 0
-        change_devices(state, moves, _draw_op(state))
+        change_devices(state, options, _draw_op(state))
         if counters[MOVED] == 0:
             continue
         _recount(arrays, loads, state, energy)
@@ -350,5 +279,4 @@ def load_compiled_code() -> None:
     """Compile the code of the search (once per installation), or load it from the cache."""
     problem = toy_problem()
     start = np.zeros(problem.op_count, np.int32)
-    run = MaxLoadAnnealing(problem, start, problem.graph.topological, 0)
-    run.run(10, first=0, total=10, hot=0.1)
+    MaxLoadAnnealing(problem, start, problem.graph.topological, 0).run(10, first=0, total=10)

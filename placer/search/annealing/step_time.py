@@ -1,6 +1,6 @@
 """Annealing of devices and op order towards a short step, guided by the critical chain.
 
-Besides the moves of :mod:`placer.search.annealing.moves`, one changes the rank of an op. The op is
+Besides the moves of :mod:`placer.search.annealing.run`, one changes the rank of an op. The op is
 mostly taken from the critical chain of the current placement: the ops that decided when the last
 one ended. Where links are busy, the chain is mostly delayed by other transfers queued before its
 own: with ``senders``, ops that send from the same device are moved, too. The acceptance threshold
@@ -10,7 +10,6 @@ threshold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,12 +23,13 @@ from envs.simulator import (
     Workspace,
     simulate_core,
 )
-from placer.search.annealing.moves import (
+from placer.search.annealing.run import (
     BEST,
     FREE,
     MOVED,
+    Annealing,
+    AnnealingOptions,
     AnnealingState,
-    MoveShares,
     below,
     change_devices,
     exponential,
@@ -39,9 +39,9 @@ from placer.search.annealing.moves import (
     undo_or_redo,
     uniform,
 )
-from placer.search.budget import Meter
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
+from placer.search.request import Meter
 
 HOT: Final = 1e-3
 """Relative temperature at the start."""
@@ -50,7 +50,8 @@ RANK_MOVES: Final = 0.2
 EARLIER: Final = 0.7
 MEAN_SHIFT: Final = 12.0
 DRAWS: Final = 20
-MOVES: Final = MoveShares(
+OPTIONS: Final = AnnealingOptions(
+    hot=HOT,
     swaps=0.1,
     runs=0.0,
     clusters=0.3,
@@ -67,8 +68,6 @@ STEPS_PER_START: Final = 15_000
 MOVES_OF_OP: Final = 500
 """With more moves per op than this, annealing starts hotter."""
 LARGEST_FACTOR: Final = 20.0
-FINE: Final = 1_000_000_000
-"""Integer resolution of the schedule under a budget of seconds."""
 
 CURRENT: Final = FREE
 CHAIN: Final = FREE + 1
@@ -82,15 +81,11 @@ class Ranking(NamedTuple):
     best_priority: NDArray[np.float64]  # (N,)
     chain: NDArray[np.int32]  # (N,) the first counters[CHAIN] entries are the critical chain
     memory: int  # how the simulator treats memory
-    hot: float
     senders: float
 
 
-class Annealing:
-    """One annealing run, possibly in pieces; its best placement is never worse than the start.
-
-    The result depends only on start, seed and schedule, not on how the run is cut into pieces.
-    """
+class StepTimeAnnealing(Annealing):
+    """Annealing towards a short step; costs are those of :class:`Evaluator`."""
 
     def __init__(
         self,
@@ -108,33 +103,23 @@ class Annealing:
         """
         count = len(start.devices)
         order = np.lexsort((np.arange(count), -start.priority)).astype(np.int32)
+        state = new_state(evaluator.problem, start.devices, order, seed)
+        super().__init__(state, OPTIONS._replace(hot=float(hot)))
         self._evaluator = evaluator
-        self._state = new_state(evaluator.problem, start.devices, order, seed)
-        priority = (count - self._state.rank).astype(np.float64)
+        priority = (count - state.rank).astype(np.float64)
         self._ranking = Ranking(
             priority=priority,
             best_priority=priority.copy(),
             chain=np.zeros(count, np.int32),
             memory=evaluator.memory,
-            hot=float(hot),
             senders=float(senders),
         )
-        cost = int(evaluator.costs(self._state.devices[None], priority[None])[0])
-        _begin(evaluator.arrays, evaluator.work, self._state, self._ranking, cost)
+        cost = int(evaluator.costs(state.devices[None], priority[None])[0])
+        _begin(evaluator.arrays, evaluator.work, state, self._ranking, cost)
 
-    @property
-    def best_cost(self) -> int:
-        """Cost of the best placement so far, as defined by :class:`Evaluator`."""
-        return int(self._state.counters[BEST])
-
-    def run(self, steps: int, *, first: int, stride: int, total: int) -> None:
-        """Make ``steps`` moves, with at most one evaluation each.
-
-        Move j happens at ``(first + j * stride) / total`` of the temperature schedule.
-        """
-        evaluator = self._evaluator
-        schedule = int(steps), int(first), int(stride), int(total)
-        _anneal(evaluator.arrays, evaluator.work, self._state, self._ranking, MOVES, *schedule)
+    def _run(self, steps: int, first: int, total: int) -> None:
+        arrays, work = self._evaluator.arrays, self._evaluator.work
+        _anneal(arrays, work, self._state, self._ranking, self._options, steps, first, total)
 
     def best(self) -> Candidate:
         """Return the best placement so far."""
@@ -142,39 +127,15 @@ class Annealing:
         return self._evaluator.candidate(Kind.ANNEALING, devices, priority, self.best_cost)
 
 
-def anneal(annealing: Annealing, meter: Meter, end: float, report: Callable[[int], None]) -> None:
-    """Anneal until the share ``end`` of the budget is spent, over the rest of the schedule.
-
-    ``report`` is called with the best cost about every ``meter.chunk_s``.
-    """
-    begin, evaluations = meter.share(), meter.budget.evaluations
-    total = FINE if evaluations is None else max(round(end * evaluations) - meter.spent, 0)
-    done, chunk = 0, 1
-    while not meter.over(end):
-        began = meter.seconds()
-        if evaluations is None:
-            steps, stride = chunk, 0
-            done = int((meter.share() - begin) / max(end - begin, 1e-9) * FINE)
-        else:
-            steps, stride = min(chunk, total - done), 1
-            if steps <= 0:
-                break
-        annealing.run(steps, first=done, stride=stride, total=total)
-        done += steps
-        meter.spend(steps)
-        report(annealing.best_cost)
-        chunk = meter.next_chunk(chunk, steps, meter.seconds() - began)
-
-
-def affordable_moves(evaluator: Evaluator, plan: Candidate, meter: Meter) -> int:
+def affordable_moves(evaluator: Evaluator, start: Candidate, meter: Meter) -> int:
     """Estimate how many moves the remaining budget allows; this may cost one evaluation."""
     steps = meter.left()
     if steps is None:
-        assert meter.budget.seconds is not None
+        assert meter.request.budget.seconds is not None
         began = meter.seconds()
-        evaluator.costs(plan.devices[None], plan.priority[None])
+        evaluator.costs(start.devices[None], start.priority[None])
         now = meter.seconds()
-        steps = int((meter.budget.seconds - now) / max(now - began, 1e-6))
+        steps = int((meter.request.budget.seconds - now) / max(now - began, 1e-6))
     return steps
 
 
@@ -208,15 +169,14 @@ def _anneal(
     work: Workspace,
     state: AnnealingState,
     ranking: Ranking,
-    moves: MoveShares,
+    options: AnnealingOptions,
     steps: int,
     first: int,
-    stride: int,
     total: int,
 ) -> None:
     random, counters = state.random, state.counters
     for step in range(steps):
-        warmth = temperature(ranking.hot, (first + step * stride) / total)
+        warmth = temperature(options.hot, (first + step) / total)
         op = _draw_op(state, ranking)
         old_rank = int64(state.rank[op])
         counters[MOVED] = 0
@@ -225,7 +185,7 @@ def _anneal(
             if state.rank[op] == old_rank:
                 continue
         else:
-            change_devices(state, moves, op)
+            change_devices(state, options, op)
             if counters[MOVED] == 0:
                 continue
 

@@ -28,7 +28,7 @@ from envs.simulator.max_load import (
 )
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.search.annealing.max_load import minimize_max_load
-from placer.search.budget import Budget
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.max_load_twin import twin_loads
 from tests.helpers.random_problems import every_placement, keeps_groups, random_problem
 from tests.helpers.simulator_cases import Case, fork, one_kind, problem_of, random_case
@@ -119,7 +119,7 @@ def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
         unequal=seed % 2 == 1,
         memory_bytes=10_000_000 if seed % 5 == 2 else 10**12,
     )
-    found = minimize_max_load(problem, Budget(evaluations=60_000), seed)
+    found = minimize_max_load(SearchRequest(problem, Budget(evaluations=60_000), seed=seed))
     best = max_load_ns(problem, found[0].devices)[0]
     assert best == max_load_ns(problem, every_placement(problem)).min()
     assert keeps_groups(problem, found[0].devices)
@@ -133,7 +133,7 @@ def test_a_pipeline_of_equal_stages_is_cut_into_equal_parts() -> None:
             add_edge(graph, f"op{i - 1}", f"op{i}")
     cluster = one_kind(4, latency_s=1e-7, bandwidth_bytes_per_s=math.inf)
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-    found = minimize_max_load(problem, Budget(evaluations=60_000), 0)
+    found = minimize_max_load(SearchRequest(problem, Budget(evaluations=60_000)))
     # Inner parts pay for two transfers of 0.1 us: ten ops each, 10.2 us.
     assert max_load_ns(problem, found[0].devices).tolist() == [10_200]
 
@@ -173,5 +173,5 @@ def test_the_search_finds_the_proven_optimum_of_published_profiles(
     name: str, proven_ns: int
 ) -> None:
     problem = profiled(name)
-    found = minimize_max_load(problem, Budget(evaluations=200_000), 0)
+    found = minimize_max_load(SearchRequest(problem, Budget(evaluations=200_000)))
     assert max_load_ns(problem, found[0].devices).tolist() == [proven_ns]

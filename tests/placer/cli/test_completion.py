@@ -13,7 +13,7 @@ import pytest
 from placer.cli.commands import COMMANDS, build_parser
 from placer.cli.completion import SHELLS, completion_script
 from placer.cli.main import main
-from placer.placers import listings
+from placer.search.registry import listings
 
 ASK = """
 source {script}
@@ -88,7 +88,7 @@ def test_a_script_of_every_shell_knows_commands_choices_and_placers(
     shell: str, tmp_path: Path
 ) -> None:
     script = completion_script(shell)
-    for word in ("evaluate-policy", "max-load", "sequence-to-sequence", "generalist"):
+    for word in ("evaluate-policy", "max-load", "single-device", "generalist"):
         assert word in script
     if shutil.which(shell) is not None:
         path = tmp_path / "script"

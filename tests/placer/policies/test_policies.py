@@ -18,14 +18,13 @@ from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
 from placer.policies.training.config import Ppo
 from placer.policies.training.scores import untrained_scores
-from placer.search.annealing.moves import below, exponential, seeded, uniform
-from placer.search.budget import Budget
+from placer.search.annealing.run import below, exponential, seeded, uniform
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
-from placer.search.portfolio import search
-from placer.search.request import SearchRequest
+from placer.search.portfolio import Portfolio
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import random_problem
 from tests.helpers.tiny_training import TINY
 
@@ -201,7 +200,7 @@ def test_the_shipped_policies_beat_heft_and_untrained_weights_on_unseen_graphs(n
 
 def test_a_search_with_a_policy_has_its_plan() -> None:
     problem = random_problem(2, ops=80, devices=4)
-    found = search(SearchRequest(problem, Budget(evaluations=60)), load("generalist"))
+    found = Portfolio(load("generalist")).place(SearchRequest(problem, Budget(evaluations=60)))
     assert "policy" in {c.name for c in found}
 
 

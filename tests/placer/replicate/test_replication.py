@@ -38,13 +38,13 @@ from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.parallel.plan import run_plan
 from placer.pipeline import optimize_job
-from placer.placers import placer_named
-from placer.placers.objectives import Objective
 from placer.progress import Silent
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, ReplicatedResult
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.report.replicas import remarks_of, verdict_of
+from placer.search.objectives import Objective
+from placer.search.registry import placer_named
 from tests.helpers.folders import ROOT
 from tests.helpers.node_clusters import nodes
 

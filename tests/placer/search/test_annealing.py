@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from itertools import permutations, product
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +8,7 @@ from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
-from placer.search.annealing.step_time import HOT, Annealing, initial_temperature
+from placer.search.annealing.step_time import HOT, StepTimeAnnealing, initial_temperature
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
@@ -32,29 +29,6 @@ def test_a_plan_that_cannot_run_costs_no_less_because_the_one_before_lacked_memo
     assert OVERFULL_NS <= overfull < forbidden == INFEASIBLE_NS
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_annealing_finds_the_optimum_of_a_tiny_graph(seed: int) -> None:
-    problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
-    evaluator = Evaluator(problem)
-    orders = np.array(list(permutations(range(6))), np.float64)
-    plans = np.array(list(product(range(2), repeat=6)), np.int32)
-    optimum = min(
-        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans
-    )
-    best = min(
-        run.best_cost
-        for run in (annealed(evaluator, start, 2000) for start in range(len(plans[0])))
-    )
-    assert best == optimum
-
-
-def annealed(evaluator: Evaluator, start: int, steps: int) -> Annealing:
-    known = heuristics(evaluator)
-    run = Annealing(evaluator, known[start % len(known)], seed=start)
-    run.run(steps, first=0, stride=1, total=steps)
-    return run
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(0, 6), st.booleans(), st.booleans())
 def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
@@ -72,8 +46,8 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
     known = heuristics(evaluator)
     begin = known[start % len(known)]
     options = {"hot": 0.02, "senders": 0.5} if wild else {}
-    run = Annealing(evaluator, begin, seed, **options)
-    run.run(300, first=0, stride=1, total=300)
+    run = StepTimeAnnealing(evaluator, begin, seed, **options)
+    run.run(300, first=0, total=300)
     best = run.best()
     assert best.step_ns <= begin.step_ns
     assert keeps_groups(problem, best.devices)
@@ -86,10 +60,12 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
 def test_annealing_in_pieces_is_annealing_at_once() -> None:
     evaluator = Evaluator(random_problem(5, groups=True))
     start = heuristics(evaluator)[0]
-    whole, pieces = (Annealing(evaluator, start, 7, hot=0.01, senders=0.3) for _ in range(2))
-    whole.run(1000, first=0, stride=1, total=1000)
+    whole, pieces = (
+        StepTimeAnnealing(evaluator, start, 7, hot=0.01, senders=0.3) for _ in range(2)
+    )
+    whole.run(1000, first=0, total=1000)
     for first, steps in ((0, 1), (1, 399), (400, 600)):
-        pieces.run(steps, first=first, stride=1, total=1000)
+        pieces.run(steps, first=first, total=1000)
     assert whole.best_cost == pieces.best_cost
     assert (whole.best().devices == pieces.best().devices).all()
     assert (whole.best().priority == pieces.best().priority).all()
@@ -110,8 +86,8 @@ def test_annealing_repairs_a_plan_that_does_not_fit() -> None:
     evaluator = Evaluator(problem)
     start = heuristics(evaluator)[0]
     assert start.step_ns == INFEASIBLE_NS
-    run = Annealing(evaluator, start, 0)
+    run = StepTimeAnnealing(evaluator, start, 0)
     assert run.best_cost >= OVERFULL_NS
-    run.run(2000, first=0, stride=1, total=2000)
+    run.run(2000, first=0, total=2000)
     assert run.best_cost < OVERFULL_NS
     assert Simulator(problem).step_ns(run.best().devices, run.best().priority)[0] == run.best_cost

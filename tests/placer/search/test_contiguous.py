@@ -13,10 +13,9 @@ from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.max_load import max_load_ns
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.placers import placer_named
-from placer.search.budget import Budget
 from placer.search.contiguous import MOST_PLACES, contiguous, narrow_order, pipeline_parts
-from placer.search.request import SearchRequest
+from placer.search.registry import placer_named
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
 

@@ -22,12 +22,11 @@ from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
-from placer.placers import placer_named
-from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.evaluator import Evaluator
 from placer.search.exact import LARGEST
-from placer.search.request import SearchRequest
+from placer.search.registry import placer_named
+from placer.search.request import Budget, SearchRequest
 
 
 def best_of_all(problem: Problem) -> int:
@@ -89,7 +88,7 @@ def test_parameters_are_spread_where_one_device_cannot_hold_them() -> None:
 
 def test_a_graph_with_too_many_ops_is_refused_in_a_sentence() -> None:
     problem = random_problem(0, ops=LARGEST + 1)
-    with pytest.raises(ValueError, match=r"has 81 ops.*--groups 80"):
+    with pytest.raises(ValueError, match=r"has 81 ops.*merge them into 80 groups"):
         placer_named("exact").place(SearchRequest(problem, Budget(evaluations=10)))
 
 

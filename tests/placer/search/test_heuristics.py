@@ -1,4 +1,4 @@
-"""The baseline that fills devices with layers in order, as people do by hand."""
+"""Heuristics, among them the one that fills devices with layers in order, as people do by hand."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.evaluator import Evaluator
-from placer.search.heuristics import first_layers, heuristics, layer_numbers, layer_of
+from placer.search.heuristics import (
+    first_layers,
+    heuristics,
+    layer_numbers,
+    layer_of,
+    layer_split,
+    round_robin,
+    single_device,
+)
+from placer.search.registry import placer_named
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+
+ONCE = Budget(evaluations=1)
 
 
 def chain(memory_bytes: tuple[int, ...], *, tied: bool = False) -> Problem:
@@ -93,3 +108,72 @@ def test_layers_are_named_up_to_their_first_number() -> None:
     assert layer_of("") == ""
     assert layer_of("encoder.layer10") == "encoder.layer10"
     assert layer_of("h.10.mlp.2") == "h.10"
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1000), st.integers(1, 5), st.booleans())
+def test_heuristics_keep_groups_and_limits(seed: int, devices: int, unequal: bool) -> None:
+    problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=unequal)
+    for candidate in heuristics(Evaluator(problem)):
+        assert keeps_groups(problem, candidate.devices)
+        assert keeps_limits(problem, candidate.devices)
+        assert candidate.is_single or not candidate.name.startswith("single")
+
+
+def test_trivial_placements_without_limits() -> None:
+    problem = random_problem(0, ops=60, devices=3)
+    order = problem.graph.topological
+    for device in range(3):
+        assert (single_device(problem, device) == device).all()
+    split = layer_split(problem)[order]
+    assert (np.diff(split) >= 0).all()
+    load = np.bincount(split, problem.cost_ns[order, 0])
+    assert load.max() < 1.3 * load.mean()
+    assert round_robin(problem)[order].tolist() == [i % 3 for i in range(60)]
+
+
+def test_a_slow_device_gets_a_smaller_part_of_the_layers() -> None:
+    problem = random_problem(0, ops=200, devices=2, unequal=True)
+    share = np.bincount(layer_split(problem), minlength=2) / 200
+    assert 0.15 < share[1] < 0.4
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("single-device", Kind.SINGLE_DEVICE),
+        ("round-robin", Kind.ROUND_ROBIN),
+        ("heft", Kind.HEFT),
+        ("etf", Kind.ETF),
+    ],
+)
+def test_placers_of_rules_return_the_heuristics_best_first(name: str, kind: Kind) -> None:
+    problem = random_problem(2, ops=40, devices=3, groups=True, unequal=True)
+    known = ranked(c for c in heuristics(Evaluator(problem)) if c.kind is kind)
+    found = placer_named(name).place(SearchRequest(problem, ONCE))
+    assert [(c.name, c.devices.tolist()) for c in found] == [
+        (c.name, c.devices.tolist()) for c in known
+    ]
+
+
+def test_memory_etf_keeps_room_for_outputs_that_etf_forgets() -> None:
+    graph = random_problem(4, ops=20, devices=2).graph
+    kept = graph.resident_bytes + graph.output_bytes
+    problem = random_problem(4, ops=20, devices=2, memory_bytes=int(0.55 * kept.sum()))
+    for name, fits in (("etf", False), ("m-etf", True)):
+        [plan] = placer_named(name).place(SearchRequest(problem, ONCE))
+        used = np.bincount(plan.devices, kept, minlength=2)
+        assert bool((used <= problem.memory_bytes).all()) is fits
+
+
+def test_distinct_keeps_the_first_of_equal_plans() -> None:
+    def plan(name: str, device: int, step_ns: int) -> Candidate:
+        devices = np.full(3, device, np.int32)
+        return Candidate(
+            kind=Kind.OTHER, name=name, devices=devices, priority=np.zeros(3), step_ns=step_ns
+        )
+
+    plans = [plan("slow", 0, 9), plan("quick", 1, 3), plan("same as quick", 1, 3)]
+    assert [c.name for c in ranked(plans)] == ["quick", "same as quick", "slow"]
+    assert [c.name for c in distinct(ranked(plans), 5)] == ["quick", "slow"]
+    assert [c.name for c in distinct(ranked(plans), 1)] == ["quick"]

@@ -1,4 +1,4 @@
-"""AnnealingState and moves of an annealing run, whatever its energy.
+"""One annealing run, whatever its energy: its state, its moves and its temperature.
 
 A move changes the device of an op (with its co-location group), of a connected cluster of ops, of a
 run of ops in order, or of two ops that swap. It is recorded, so that it can be undone.
@@ -6,6 +6,8 @@ run of ops in order, or of two ops that swap. It is recorded, so that it can be 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,9 +15,13 @@ from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
 from envs.problem import Problem
+from placer.search.evaluator import Evaluator
+from placer.search.request import Meter
 
 COLD: Final = 1e-5
 """Relative temperature at the end; it falls geometrically from the initial one."""
+FINEST: Final = 1_000_000_000
+"""Steps of the schedule under a budget of seconds, unless the number of moves is given."""
 
 BEST: Final = 0
 MOVED: Final = 1
@@ -58,12 +64,14 @@ class AnnealingState(NamedTuple):
 
 
 @by_pointer
-class MoveShares(NamedTuple):
-    """Probabilities of the kinds of moves, and sizes; without a swap, run or cluster one op moves.
+class AnnealingOptions(NamedTuple):
+    """Initial temperature, probabilities of the kinds of moves, and sizes.
 
-    A cluster spreads to each neighbour with a probability that is drawn once per move.
+    Without a swap, run or cluster one op options. A cluster spreads to each neighbour with a
+    probability that is drawn once per move.
     """
 
+    hot: float  # relative to the cost
     swaps: float
     runs: float
     clusters: float
@@ -72,6 +80,53 @@ class MoveShares(NamedTuple):
     least_spreading: float
     most_spreading: float
     to_neighbour: float  # probability that the target is the device of a neighbour
+
+
+class Annealing(ABC):
+    """One annealing run, possibly in pieces; its best placement is never worse than the start.
+
+    The result depends only on start, seed and schedule, not on how the run is cut into pieces.
+    """
+
+    def __init__(self, state: AnnealingState, options: AnnealingOptions) -> None:
+        self._state = state
+        self._options = options
+
+    @property
+    def best_cost(self) -> int:
+        """Cost of the best placement so far."""
+        return int(self._state.counters[BEST])
+
+    def run(self, steps: int, *, first: int, total: int) -> None:
+        """Make ``steps`` moves; move j is at ``(first + j) / total`` of the schedule."""
+        Evaluator.evaluations += steps
+        self._run(int(steps), int(first), int(total))
+
+    @abstractmethod
+    def _run(self, steps: int, first: int, total: int) -> None: ...
+
+
+def anneal(
+    annealing: Annealing, meter: Meter, *, end: float = 1.0, moves: int | None = None
+) -> Iterator[int]:
+    """Anneal until ``moves``, or the share ``end`` of the budget, are spent; yield the best costs.
+
+    The schedule is compressed into what is left of the budget. A cost is yielded about every
+    ``meter.chunk_s``.
+    """
+    begin, left = meter.share(), meter.left(end)
+    total = min((count for count in (moves, left) if count is not None), default=FINEST)
+    done, chunk = 0, 1
+    while done < total and not meter.over(end):
+        began = meter.seconds()
+        steps = min(chunk, total - done)
+        annealing.run(steps, first=done, total=total)
+        meter.spend(steps)
+        done += steps
+        if left is None:
+            done = max(done, int((meter.share() - begin) / max(end - begin, 1e-9) * total))
+        chunk = meter.next_chunk(chunk, steps, meter.seconds() - began)
+        yield annealing.best_cost
 
 
 def new_state(problem: Problem, devices: Ints, order: Ints, seed: int) -> AnnealingState:
@@ -152,19 +207,19 @@ def temperature(hot: float, progress: float) -> float:
 
 
 @compiled_inline
-def change_devices(state: AnnealingState, moves: MoveShares, op: int) -> None:
+def change_devices(state: AnnealingState, options: AnnealingOptions, op: int) -> None:
     """Draw and make a move of ``op``; none if an op is not allowed on its new device."""
     random, device_count = state.random, state.allowed.shape[1]
     home = int64(state.devices[op])
     kind = uniform(random)
-    if kind < moves.swaps:
+    if kind < options.swaps:
         _swap(state, op, home)
         return
-    if kind < moves.swaps + moves.runs:
+    if kind < options.swaps + options.runs:
         _move_run(state, op, home, device_count)
         return
     target = below(random, device_count)
-    if uniform(random) < moves.to_neighbour:
+    if uniform(random) < options.to_neighbour:
         first = state.neighbour_start[op]
         degree = state.neighbour_start[op + 1] - first
         k = below(random, max(degree, 1))
@@ -175,8 +230,8 @@ def change_devices(state: AnnealingState, moves: MoveShares, op: int) -> None:
     if not state.allowed[op, target]:
         return
     _move(state, op, target)
-    if kind < moves.swaps + moves.runs + moves.clusters:
-        _move_cluster(state, moves, home, target)
+    if kind < options.swaps + options.runs + options.clusters:
+        _move_cluster(state, options, home, target)
 
 
 @compiled_inline
@@ -190,15 +245,15 @@ def _swap(state: AnnealingState, op: int, home: int) -> None:
 
 
 @compiled_inline
-def _move_cluster(state: AnnealingState, moves: MoveShares, home: int, target: int) -> None:
+def _move_cluster(state: AnnealingState, options: AnnealingOptions, home: int, target: int) -> None:
     """Move neighbours on ``home`` along with the moved ops, breadth first."""
     random = state.random
-    size = 2 + int(min(exponential(random, moves.mean_cluster), len(state.devices)))
-    if moves.large > 0.0 and uniform(random) < moves.large:
+    size = 2 + int(min(exponential(random, options.mean_cluster), len(state.devices)))
+    if options.large > 0.0 and uniform(random) < options.large:
         size = _any_size(state)
-    spreading = moves.most_spreading
-    if moves.least_spreading < spreading:
-        spreading -= (spreading - moves.least_spreading) * uniform(random)
+    spreading = options.most_spreading
+    if options.least_spreading < spreading:
+        spreading -= (spreading - options.least_spreading) * uniform(random)
     leader = 0
     while leader < state.counters[MOVED] and state.counters[MOVED] < size:
         op = int64(state.moved[leader])

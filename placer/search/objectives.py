@@ -14,12 +14,10 @@ from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
 from envs.simulator.max_load import max_load_ns, overload_reason, used_bytes
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.schedule import Schedule
-from placer.placers.placer import Placer
-from placer.placers.rules import sorted_for
 from placer.search.candidate import Candidate, Kind, Prediction
 from placer.search.evaluator import Evaluator
-from placer.search.heuristics import heuristics
-from placer.search.request import LATENCY, MAX_LOAD, SearchRequest
+from placer.search.heuristics import heuristics, ranked_by
+from placer.search.request import LATENCY, MAX_LOAD, Placer, SearchRequest
 
 BALANCING: Final = 0.3
 """Share of a throughput search that balances loads."""
@@ -91,7 +89,7 @@ class Objective:
         others = [
             own for own in heuristics(Evaluator(problem)) if (own.kind, own.name) not in known
         ]
-        return sorted_for(self.name, problem, [*others, *found])
+        return ranked_by(self.name, problem, [*others, *found])
 
     def predict(
         self,

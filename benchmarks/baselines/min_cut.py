@@ -7,19 +7,45 @@ an edge is weighted by its mean transfer time; a device gets work in proportion 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import pymetis
 from numpy.typing import NDArray
 
+from envs.placement import OBJECTIVES
 from graphs.coarsen.merging import edge_sources
-from placer.search.grouping import Grouping
-from placer.search.heuristics import spread
+from placer.search.candidate import Candidate, Kind
+from placer.search.evaluator import Evaluator
+from placer.search.grouping import Grouping, spread, units
+from placer.search.heuristics import ranked_by
 from placer.search.list_scheduler.arrays import SchedulingArrays
+from placer.search.request import SearchRequest
 
 LARGEST_WEIGHT: Final = 1 << 30
 """Maximum sum of all vertex weights, or of all edge weights: METIS may use 32-bit integers."""
+TRIES: Final = 8
+
+
+class MinCut:
+    """The best of several METIS partitions with different seeds."""
+
+    objectives: ClassVar[tuple[str, ...]] = OBJECTIVES
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return the best partition."""
+        evaluator, meter, problem = Evaluator(request.problem), request.meter(), request.problem
+        rows, candidates = units(problem), list[Candidate]()
+        by_level = evaluator.scheduling.bottom_level
+        seeds = np.random.SeedSequence(request.seed).generate_state(TRIES) >> 1  # METIS: 31 bits
+        for seed in seeds.tolist():
+            if candidates and meter.over():
+                break
+            devices = min_cut(rows, evaluator.scheduling, seed)
+            candidates.append(evaluator.candidate(Kind.OTHER, devices, by_level, name="min-cut"))
+            meter.spend(1)
+            meter.note("min-cut", min(candidate.step_ns for candidate in candidates))
+        return ranked_by(request.objective, problem, candidates)[:1]
 
 
 def min_cut(rows: Grouping, scheduling: SchedulingArrays, seed: int) -> NDArray[np.int32]:

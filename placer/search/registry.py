@@ -1,4 +1,9 @@
-"""Registry of placers by name."""
+"""Registry of placers by name, search algorithms behind :class:`placer.search.request.Placer`.
+
+:func:`register_placer` adds one in this process, a distribution adds its own by entry points of the
+group ``placer.placers``; :mod:`placer.search.contract` tests them. Importing this module loads
+nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from graphs.names import suggestion
 
 if TYPE_CHECKING:
-    from placer.placers.placer import Placer
     from placer.search.portfolio import Proposer
+    from placer.search.request import Placer
 
 GROUP: Final = "placer.placers"
 """Entry point group of placers: classes constructed without arguments."""
@@ -52,52 +57,51 @@ class Listing:
         return not self.module or find_spec(self.module) is not None
 
 
-def _own(name: str, summary: str, home: str, module: str = "", *, policy: bool = False) -> Listing:
-    return Listing(
-        name=name,
-        summary=summary,
-        home=f"placer.placers.{home}",
-        module=module,
-        takes_policy=policy,
-    )
+def _built_in(name: str, summary: str, home: str, **options: Any) -> Listing:
+    return Listing(name=name, summary=summary, home=f"placer.search.{home}", **options)
 
 
-OWN: Final = (
-    _own(
+BUILT_IN: Final = (
+    _built_in(
         "portfolio",
         "heuristics, policy, evolution and annealing in turn: the default",
         "portfolio:Portfolio",
-        policy=True,
+        takes_policy=True,
     ),
-    _own("single-device", "everything on one device, the best of them", "rules:Single"),
-    _own("round-robin", "ops in topological order, one device after the other", "rules:Turns"),
-    _own(
+    _built_in(
+        "single-device", "everything on one device, the best of them", "heuristics:SingleDevice"
+    ),
+    _built_in(
+        "round-robin",
+        "ops in topological order, one device after the other",
+        "heuristics:RoundRobin",
+    ),
+    _built_in(
         "layer-split",
         "contiguous layers, the slowest part as fast as possible",
-        "rules:LayerSplit",
+        "heuristics:LayerSplit",
     ),
-    _own("min-cut", "METIS: balanced parts with short transfers", "min_cut:MinCut", "pymetis"),
-    _own("heft", "highest bottom level first, earliest finish", "rules:Heft"),
-    _own("etf", "the op and device that can start first", "rules:Etf"),
-    _own("m-etf", "ETF that keeps room for every output all step long", "rules:MemoryEtf"),
-    _own("annealing", "simulated annealing of single ops and their order", "portfolio:Annealed"),
-    _own("cross-entropy", "learns device probabilities of groups", "samplers:CrossEntropy"),
-    _own("evolution", "CMA-ES on the weights of the list scheduler", "samplers:Evolved"),
-    _own(
+    _built_in("heft", "highest bottom level first, earliest finish", "heuristics:Heft"),
+    _built_in("etf", "the op and device that can start first", "heuristics:Etf"),
+    _built_in(
+        "m-etf", "ETF that keeps room for every output all step long", "heuristics:MemoryEtf"
+    ),
+    _built_in(
+        "annealing",
+        "simulated annealing of single ops and their order",
+        "portfolio:AnnealingPlacer",
+    ),
+    _built_in(
+        "evolution", "CMA-ES on the weights of the list scheduler", "evolution:EvolutionPlacer"
+    ),
+    _built_in(
         "policy",
         "what the trained policy proposes, and samples around it",
-        "samplers:Proposed",
-        policy=True,
+        "portfolio:PolicyPlacer",
+        takes_policy=True,
     ),
-    _own(
-        "sequence-to-sequence",
-        "REINFORCE on an LSTM that reads and places groups (2017)",
-        "sequence_to_sequence:SequenceToSequence",
-    ),
-    _own("exact", "CP-SAT, for graphs of up to 80 ops", "exact:Exact", "ortools"),
+    _built_in("exact", "CP-SAT, for graphs of up to 80 ops", "exact:ExactPlacer", module="ortools"),
 )
-
-
 _REGISTERED: Final[dict[str, Listing]] = {}
 
 
@@ -109,21 +113,21 @@ def register_placer(name: str, make: Callable[[], Placer], summary: str = "") ->
     Raises:
         ValueError: a built-in placer has this name, or the class does not say its objectives.
     """
-    if any(listing.name == name for listing in OWN):
+    if any(listing.name == name for listing in BUILT_IN):
         raise ValueError(f"there is a placer {name!r} already: choose another name")
     listing = Listing(name=name, summary=summary, home=f"{make.__module__}:{name}", make=make)
-    _loaded(listing)
+    _class_of(listing)
     _REGISTERED[name] = listing
 
 
 def listings() -> tuple[Listing, ...]:
     """Return all placers: built-in and registered ones, then plug-ins by name, each name once."""
-    taken = {listing.name for listing in OWN} | _REGISTERED.keys()
+    taken = {listing.name for listing in BUILT_IN} | _REGISTERED.keys()
     plugins: dict[str, Listing] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         if point.name not in taken:
             plugins.setdefault(point.name, _plugin(point))
-    return (*OWN, *_REGISTERED.values(), *plugins.values())
+    return (*BUILT_IN, *_REGISTERED.values(), *plugins.values())
 
 
 def placer_named(
@@ -135,26 +139,34 @@ def placer_named(
         ValueError: there is no such placer, it lacks a policy or an installed module, cannot be
             loaded, or does not support the objective; the message says what to do.
     """
-    listing = _listed(name)
-    make = _loaded(listing)
+    listing = _listing(name)
+    make = _class_of(listing)
     if objective not in make.objectives:
         raise ValueError(
             f"placer {name!r} serves the objective {' and '.join(make.objectives)}, not "
             f"{objective}; {DEFAULT!r} serves all"
         )
-    return cast("Placer", make(policy) if listing.takes_policy else _made(listing, make))
+    if listing.takes_policy:
+        return cast("Placer", make(policy))
+    try:
+        placer = make()
+    except Exception as error:  # whatever the code of a plug-in raises
+        raise _broken(listing, f"{type(error).__name__}: {error}") from error
+    if not callable(getattr(placer, "place", None)):
+        raise _broken(listing, f"{listing.home} has no method place")
+    return cast("Placer", placer)
 
 
-def asks_policy(name: str, *, objective: str = "latency") -> bool:
+def uses_policy(name: str, *, objective: str = "latency") -> bool:
     """Return whether the placer with this name uses a policy; never for max-load.
 
     Raises:
         ValueError: there is no such placer.
     """
-    return _listed(name).takes_policy and objective != "max-load"
+    return _listing(name).takes_policy and objective != "max-load"
 
 
-def _listed(name: str) -> Listing:
+def _listing(name: str) -> Listing:
     known = {listing.name: listing for listing in listings()}
     if name not in known:
         hint = suggestion(name, known, cutoff=0.4)
@@ -162,8 +174,8 @@ def _listed(name: str) -> Listing:
     return known[name]
 
 
-def _loaded(listing: Listing) -> Any:
-    """Return the class, or another callable with an attribute ``objectives``."""
+def _class_of(listing: Listing) -> Any:
+    """Import and return the class, or another callable with an attribute ``objectives``."""
     module, _, factory = listing.home.partition(":")
     try:
         make = listing.make or getattr(import_module(module), factory)
@@ -172,31 +184,15 @@ def _loaded(listing: Listing) -> Any:
             raise ValueError(f"placer {listing.name!r} needs {listing.module}: {BENCH}") from error
         raise _broken(listing, str(error)) from error
     except Exception as error:  # whatever the code of a plug-in raises
-        raise _broken(listing, _told(error)) from error
+        raise _broken(listing, f"{type(error).__name__}: {error}") from error
     if not callable(make) or not isinstance(getattr(make, "objectives", None), tuple | list):
         raise _broken(listing, f"{listing.home} is no class of placers, which has objectives")
     return make
 
 
-def _made(listing: Listing, make: Any) -> Any:
-    try:
-        made = make()
-    except Exception as error:  # whatever the code of a plug-in raises
-        raise _broken(listing, _told(error)) from error
-    if not callable(getattr(made, "place", None)):
-        raise _broken(listing, f"{listing.home} has no method place")
-    return made
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, ImportError | AttributeError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _broken(listing: Listing, why: str) -> ValueError:
+def _broken(listing: Listing, reason: str) -> ValueError:
     origin = f" of {listing.distribution}" if listing.distribution else ""
-    return ValueError(f"placer {listing.name!r}{origin} cannot be loaded: {why}")
+    return ValueError(f"placer {listing.name!r}{origin} cannot be loaded: {reason}")
 
 
 def _plugin(point: EntryPoint) -> Listing:

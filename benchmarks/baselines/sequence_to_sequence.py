@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from benchmarks.baselines.groups import affordable, at_most, costs_of
 from envs.hardware.torch_devices import one_thread
 from envs.problem import toy_problem
 from envs.simulator import OVERFULL_NS
 from graphs.coarsen.merging import edge_sources
-from placer.search.budget import Budget
-from placer.search.candidate import Kind
-from placer.search.evaluator import BudgetedEvaluator
-from placer.search.grouping import Grouping, at_most
-from placer.search.request import SearchRequest
+from placer.search.candidate import Candidate, Kind
+from placer.search.grouping import Grouping
+from placer.search.request import Budget, SearchRequest
+from placer.search.sampling import BudgetedEvaluator, Sampling
 
 MOST_GROUPS: Final = 128
 HIDDEN: Final = 64
@@ -42,6 +42,20 @@ KEPT: Final = 0.9
 CLIP: Final = 1.0
 FAILURE: Final = 10.0
 """Step time of an infeasible placement, in units of all ops on the slowest device."""
+
+
+class SequenceToSequence(Sampling):
+    """Learns one problem from scratch."""
+
+    name: ClassVar[str] = "sequence-to-sequence"
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return the best candidate; load what training imports before the budget starts."""
+        load_libraries()
+        return super().place(request)
+
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        learn(budgeted, seed)
 
 
 class SequenceNetwork(nn.Module):
@@ -115,12 +129,10 @@ def learn(budgeted: BudgetedEvaluator, seed: int) -> None:
     unit_ns = max(float(evaluator.problem.cost_ns.sum(axis=0).max()), 1.0)
     baseline: float | None = None
     while not budgeted.over():
-        chances = torch.rand((budgeted.room(SAMPLES), len(groups)), generator=generator)
+        chances = torch.rand((affordable(budgeted, SAMPLES), len(groups)), generator=generator)
         drawn, logs = network(shares, features, allowed, chances)
-        plans = groups.expand(drawn.numpy())
-        priority = np.broadcast_to(evaluator.scheduling.bottom_level, plans.shape)
-        costs = budgeted.evaluate_all(plans, priority)
-        if len(costs) < len(plans):
+        costs = costs_of(budgeted, groups.expand(drawn.numpy()))
+        if len(costs) < len(drawn):
             break
         rewards = reward(costs, unit_ns)
         mean = float(rewards.mean())

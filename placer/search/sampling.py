@@ -1,0 +1,68 @@
+"""Base class of placers that evaluate placement after placement until the budget is spent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.search.candidate import Candidate, Kind
+from placer.search.compilation import load_compiled_code
+from placer.search.evaluator import Evaluator
+from placer.search.request import STEP_OBJECTIVES, SearchRequest
+
+
+class BudgetedEvaluator:
+    """Evaluates placements one by one within a budget and keeps the best.
+
+    The first placement is evaluated whatever the budget, so that there is always a best one.
+    """
+
+    def __init__(self, request: SearchRequest, kind: Kind, name: str = "") -> None:
+        """Begin to spend the budget; the best candidate gets this kind and, if given, this name."""
+        self.evaluator = Evaluator(request.problem)
+        self.meter = request.meter()
+        self.kind = kind
+        self.name = name or kind.value
+        self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
+
+    def over(self) -> bool:
+        """Return whether the budget is spent, after at least one evaluation."""
+        return self._best is not None and self.meter.over()
+
+    def evaluate(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> int:
+        """Evaluate a placement, (N,) each, and return its cost as defined by :class:`Evaluator`."""
+        cost = int(self.evaluator.costs(devices[None], priority[None])[0])
+        self.meter.spend(1)
+        if self._best is None or cost < self._best[0]:
+            self._best = cost, devices.copy(), priority.copy()
+        self.meter.note(self.name, self._best[0])
+        return cost
+
+    def best(self) -> Candidate:
+        """Return the best placement; the first of equal ones."""
+        assert self._best is not None, "a placer evaluates at least one placement"
+        cost, devices, priority = self._best
+        return self.evaluator.candidate(self.kind, devices, priority, cost, name=self.name)
+
+
+class Sampling(ABC):
+    """Base class of placers that return their best sample; at least one is evaluated."""
+
+    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
+    kind: ClassVar[Kind] = Kind.OTHER
+    name: ClassVar[str] = ""
+    """Display name; by default that of the kind."""
+
+    @abstractmethod
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        """Evaluate placements until the budget is spent."""
+
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return the best candidate."""
+        load_compiled_code()  # before the budget starts
+        budgeted = BudgetedEvaluator(request, self.kind, self.name)
+        self.sample(budgeted, request.seed)
+        return [budgeted.best()]

@@ -1,0 +1,141 @@
+"""The default search and its parts alone."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from envs.simulator import INFEASIBLE_NS, Simulator
+from placer.policies import load
+from placer.search.annealing.step_time import MOST_STARTS, STEPS_PER_START
+from placer.search.candidate import Candidate, Kind
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
+from placer.search.portfolio import Portfolio
+from placer.search.registry import placer_named
+from placer.search.request import Budget, SearchRequest
+from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+
+
+class Fixed:
+    """Policy with constant proposals."""
+
+    def __init__(self, *means: NDArray[np.float64], deviation: float = 0.0) -> None:
+        self.means = np.stack(means)
+        self.deviation = deviation
+
+    def propose(
+        self, evaluator: Evaluator, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        assert known[0].kind is Kind.SINGLE_DEVICE
+        return self.means, np.full_like(self.means, self.deviation)
+
+
+def test_all_proposals_of_a_policy_are_tried() -> None:
+    problem = random_problem(3, ops=60, devices=3)
+    evaluator = Evaluator(problem)
+    rows = HEFT + np.random.default_rng(0).normal(0.0, 0.5, (200, WEIGHT_COUNT))
+    costs = evaluator.decode(rows)[2]
+    policy = Fixed(-HEFT, 0 * HEFT, rows[int(costs.argmin())])
+    budget = Budget(evaluations=4 * (len(heuristics(evaluator)) + 3))
+    found = Portfolio(policy).place(SearchRequest(problem, budget))
+    assert min(c.step_ns for c in found if c.kind is Kind.POLICY) <= costs.min()
+
+
+def test_samples_vary_even_if_a_policy_is_sure() -> None:
+    problem = random_problem(3, ops=60, devices=3)
+    request = SearchRequest(problem, Budget(evaluations=400))
+    step_ns = {c.kind: c.step_ns for c in Portfolio(Fixed(-HEFT, HEFT)).place(request)}
+    assert step_ns[Kind.POLICY] < step_ns[Kind.HEFT]
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 100), st.integers(1, 4))
+def test_candidates_are_ranked_simulated_and_never_worse_than_heuristics(
+    seed: int, devices: int
+) -> None:
+    problem = random_problem(seed, devices=devices, groups=True, pins=True)
+    shares: list[float] = []
+    request = SearchRequest(
+        problem, Budget(evaluations=400), seed=seed, progress=lambda share, _: shares.append(share)
+    )
+    found = Portfolio(Fixed(HEFT, deviation=0.3)).place(request)
+    steps = [c.step_ns for c in found]
+    assert steps == sorted(steps)
+    names = [c.name for c in found]
+    assert {c.name for c in heuristics(Evaluator(problem))} <= set(names)
+    assert len(names) == len(set(names))
+    simulator = Simulator(problem)
+    for candidate in found:
+        assert simulator.step_ns(candidate.devices, candidate.priority)[0] == candidate.step_ns
+        assert keeps_groups(problem, candidate.devices)
+        assert keeps_limits(problem, candidate.devices)
+        assert not candidate.devices.flags.writeable
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_search_beats_the_heuristics_where_there_is_room() -> None:
+    problem = random_problem(2, ops=120, devices=4, order="priority")
+    found = Portfolio().place(SearchRequest(problem, Budget(evaluations=3000)))
+    heuristic = min(c.step_ns for c in found if c.kind in (Kind.HEFT, Kind.ETF))
+    assert found[0].step_ns < 0.97 * heuristic
+
+
+def test_placements_that_do_not_fit_come_last() -> None:
+    parameters = int(random_problem(1).graph.parameter_bytes.sum())
+    problem = random_problem(1, memory_bytes=int(0.75 * parameters))
+    found = Portfolio().place(SearchRequest(problem, Budget(evaluations=2000)))
+    assert found[0].step_ns < INFEASIBLE_NS
+    assert {c.name for c in found if c.step_ns == INFEASIBLE_NS} >= {
+        f"single device:{d}" for d in range(3)
+    }
+
+
+def test_a_search_ends_when_nothing_can_be_better() -> None:
+    problem = random_problem(1, ops=2, devices=2)
+    assert problem.graph.edge_count == 1
+    found = Portfolio().place(SearchRequest(problem, Budget(seconds=1000.0)))
+    assert found[0].name == "single device:0"
+    assert found[0].step_ns == problem.cost_ns[:, 0].sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_annealing_finds_the_optimum_of_a_tiny_graph(seed: int) -> None:
+    problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
+    evaluator = Evaluator(problem)
+    orders = np.array(list(permutations(range(6))), np.float64)
+    optimum = min(
+        int(evaluator.costs(np.tile(devices, (len(orders), 1)), orders).min())
+        for devices in np.array(list(product(range(2), repeat=6)), np.int32)
+    )
+    budget = Budget(evaluations=MOST_STARTS * STEPS_PER_START + 100)
+    found = placer_named("annealing").place(SearchRequest(problem, budget, seed=seed))
+    assert found[0].step_ns == optimum
+
+
+def test_evolution_begins_with_heft_and_gets_better() -> None:
+    problem = random_problem(2, ops=80, devices=4)
+    placer = placer_named("evolution")
+    first, later = (
+        placer.place(SearchRequest(problem, Budget(evaluations=count)))[0].step_ns
+        for count in (1, 500)
+    )
+    known = {candidate.kind: candidate.step_ns for candidate in heuristics(Evaluator(problem))}
+    assert first == known[Kind.HEFT]
+    assert later < first
+
+
+def test_the_policy_begins_with_its_first_proposal() -> None:
+    problem = random_problem(2, ops=80, devices=4)
+    policy, evaluator = load("generalist"), Evaluator(problem)
+    means, _ = policy.propose(evaluator, heuristics(evaluator))
+    request = SearchRequest(problem, Budget(evaluations=1))
+    [found] = placer_named("policy", policy).place(request)
+    assert found.devices.tolist() == decode(evaluator.scheduling, means[0])[0].tolist()
