@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import nn
-
-
-class GradientBucket(Protocol):
-    """Gradients that a reduction receives; ``torch.distributed.GradBucket`` conforms to it."""
-
-    def index(self) -> int:
-        """Return its index among the buckets of its process group, in starting order."""
-        ...
-
-    def is_last(self) -> bool:
-        """Return whether it is the last of them."""
-        ...
-
-    def buffer(self) -> torch.Tensor:
-        """Return the flat gradients."""
-        ...
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the buffer, e.g. by one of another dtype, until the mean is available."""
-        ...
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return views of the buffer, shaped like the parameters."""
-        ...
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters of the gradients, in the order of the buffer."""
-        ...
 
 
 class Pending(Protocol):
@@ -46,42 +17,33 @@ class Pending(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A parameter and its name in messages."""
-
-    name: str
-    parameter: nn.Parameter
-
-
 class Bucket:
     """Parameters of one device and dtype, with gradients that are views of ``flat``.
 
-    Each view keeps the memory order of its parameter, e.g. channels last.
+    Each view keeps the memory order of its parameter, e.g. channels last. The methods that
+    reductions call are those of ``torch.distributed.GradBucket``, so that they serve DDP, too.
     """
 
-    def __init__(self, members: Sequence[Named], accumulate: int) -> None:
-        first = members[0].parameter
-        size = sum(member.parameter.numel() for member in members)
-        self.members = members
+    def __init__(self, parameters: Mapping[str, nn.Parameter], accumulate: int) -> None:
+        self.names = tuple(parameters)
         self.accumulate = accumulate
+        self._parameters = list(parameters.values())
+        first, size = self._parameters[0], sum(p.numel() for p in self._parameters)
         self.flat = torch.zeros(size, device=first.device, dtype=first.dtype)
         self.pending: Pending | None = None
         self.place = (0, True)  # index in its queue, whether it is the last
         self._views = [
-            _laid_out(piece, member.parameter)
-            for piece, member in zip(self._pieces(self.flat), members, strict=True)
+            _laid_out(piece, parameter)
+            for piece, parameter in zip(self._pieces(self.flat), self._parameters, strict=True)
         ]
-        self._arrived = [0] * len(members)
-        self._missing = 0
         self.begin()
 
     def begin(self) -> None:
         """Expect the gradients of a new step."""
         self._buffer = self.flat
         self.pending = None
-        self._arrived = [0] * len(self.members)
-        self._missing = len(self.members) * self.accumulate
+        self._arrived = [0] * len(self.names)
+        self._missing = len(self.names) * self.accumulate
 
     @property
     def is_full(self) -> bool:
@@ -89,44 +51,38 @@ class Bucket:
         return self._missing == 0
 
     def arrive(self, number: int) -> None:
-        """Count an arrived gradient.
-
-        Raises:
-            RuntimeError: it arrived more often than expected.
-        """
+        """Count an arrived gradient; a RuntimeError if it arrived more often than expected."""
         self._arrived[number] += 1
         if self._arrived[number] > self.accumulate or self.pending is not None:
             raise RuntimeError(
-                f"the gradient of {self.members[number].name} arrived once more than the "
+                f"the gradient of {self.names[number]} arrived once more than the "
                 f"{self.accumulate} backward passes of a step: call finish() after each step, or "
-                "give GradSync as many as accumulate"
+                "pass their number to GradSync as accumulate"
             )
         self._missing -= 1
-        self.adopt(number)
+        self._adopt(number)
 
     @torch.no_grad()
-    def adopt(self, number: int) -> None:
-        """Make a parameter's gradient its view of the bucket again, keeping its current value.
-
-        ``optimizer.zero_grad()`` drops the views; a missing gradient counts as zero.
-        """
-        parameter, view = self.members[number].parameter, self._views[number]
-        given = parameter.grad
-        if given is view:
+    def _adopt(self, number: int) -> None:
+        # Makes a parameter's gradient its view of the bucket again, keeping its current value.
+        # ``optimizer.zero_grad()`` drops the views; a missing gradient counts as zero.
+        parameter, view = self._parameters[number], self._views[number]
+        gradient = parameter.grad
+        if gradient is view:
             return
-        if given is None:
+        if gradient is None:
             view.zero_()
-        elif given.data_ptr() != view.data_ptr() or given.device != view.device:
-            view.copy_(given)
+        elif gradient.data_ptr() != view.data_ptr() or gradient.device != view.device:
+            view.copy_(gradient)
         parameter.grad = view
 
     def adopt_all(self) -> None:
-        """Adopt every gradient."""
-        for number in range(len(self.members)):
-            self.adopt(number)
+        """Make every gradient a view of the bucket again, keeping its value."""
+        for number in range(len(self.names)):
+            self._adopt(number)
 
     def index(self) -> int:
-        """Return its index among the buckets of its process group."""
+        """Return its index among the buckets of its process group, in starting order."""
         return self.place[0]
 
     def is_last(self) -> bool:
@@ -147,13 +103,13 @@ class Bucket:
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of the buffer."""
-        return [member.parameter for member in self.members]
+        return list(self._parameters)
 
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [member.parameter.numel() for member in self.members]
+        pieces = torch.split(flat, [parameter.numel() for parameter in self._parameters])
         return [
-            piece.view_as(member.parameter)
-            for piece, member in zip(torch.split(flat, sizes), self.members, strict=True)
+            piece.view_as(parameter)
+            for piece, parameter in zip(pieces, self._parameters, strict=True)
         ]
 
 
@@ -173,17 +129,14 @@ def filled_buckets(
     The backward pass reaches the last parameters first. A parameter larger than a bucket gets its
     own; parameters that need no gradient get none.
     """
-    filling: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
-    room: dict[tuple[torch.device, torch.dtype], int] = {}
-    closed: list[list[Named]] = []
+    filling: dict[tuple[torch.device, torch.dtype], dict[str, nn.Parameter]] = {}
+    closed: list[dict[str, nn.Parameter]] = []
     for name, parameter in reversed(list(parameters.items())):
         if not parameter.requires_grad:
             continue
         key = (parameter.device, parameter.dtype)
-        if key in filling and parameter.nbytes > room[key]:
+        size = sum(other.nbytes for other in filling.get(key, {}).values())
+        if size and size + parameter.nbytes > largest_bytes:
             closed.append(filling.pop(key))
-        if key not in filling:
-            filling[key], room[key] = [], largest_bytes
-        filling[key].append(Named(name, parameter))
-        room[key] -= parameter.nbytes
+        filling.setdefault(key, {})[name] = parameter
     return [Bucket(members, accumulate) for members in (*closed, *filling.values())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,12 +15,8 @@ Batch: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional inputs and keywords of a training step, including the target of its loss."""
 
 
-class Batches(Protocol):
-    """Training data. The same number gives the same batch, on every rank and in every run."""
-
-    def __call__(self, number: int) -> Batch:
-        """Return batch ``number``, counted from 0."""
-        ...
+Batches: TypeAlias = Callable[[int], Batch]
+"""Training data: a number, counted from 0, gives the same batch on every rank and in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +74,24 @@ class Shards:
         self._last: tuple[int, Batch] | None = None  # a rank may take several parts in a row
 
     def __call__(self, number: int) -> Batch:
-        """Return batch ``number``.
+        """Return batch ``number``."""
+        whole, part = divmod(number, self.parts)
+        if self._last is None or self._last[0] != whole:
+            self._last = whole, self.whole(whole)
 
-        Raises:
-            ValueError: a tensor cannot be cut into this many equal parts.
-        """
-        at, part = divmod(number, self.parts)
-        if self._last is None or self._last[0] != at:
-            self._last = at, self.whole(at)
-        cut: Batch = tree_map_only(
-            torch.Tensor, lambda tensor: self._cut(tensor, part), self._last[1]
-        )
-        return cut
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.ndim:
+                return tensor
+            size, rest = divmod(len(tensor), self.parts)
+            if rest or not size:
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} in a batch cannot be cut into "
+                    f"{self.parts} equal parts"
+                )
+            return tensor[part * size : (part + 1) * size]
 
-    def _cut(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
-        if not tensor.ndim:
-            return tensor
-        size, rest = divmod(len(tensor), self.parts)
-        if rest or not size:
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} in a batch cannot be cut into "
-                f"{self.parts} equal parts"
-            )
-        return tensor[part * size : (part + 1) * size]
+        shard: Batch = tree_map_only(torch.Tensor, cut, self._last[1])
+        return shard
 
 
 def numbers_of(step: int, rank: int, ranks: int, accumulate: int = 1) -> range:
@@ -137,8 +128,7 @@ class Blocks:
         Args:
             data: tensors (N, ...), in the order of a step's inputs.
             batch: samples per batch.
-            ranks: shards per block; 1 if ranks share each batch, as in a plan with ``--batch
-                global``.
+            ranks: shards per block; 1 if ranks share each batch, as in a plan with a global batch.
             period: steps per block, the period of the averages.
             accumulate: batches per step of each rank, as in the run.
             seed: seed of the sample order.
@@ -173,11 +163,8 @@ class Blocks:
         sweep, place = divmod(block, self.count)
         passes = (rank * self.period + at) * self.accumulate + part
         first = place * self.block + passes * self.batch
-        chosen = self._shuffled(sweep)[first : first + self.batch]
-        return tuple(tensor[chosen] for tensor in self.data)
-
-    def _shuffled(self, sweep: int) -> torch.Tensor:
         if self._order[0] != sweep:
             random = torch.Generator().manual_seed(self.seed * 1_000_003 + sweep)
             self._order = sweep, torch.randperm(self.samples, generator=random)
-        return self._order[1]
+        chosen = self._order[1][first : first + self.batch]
+        return tuple(tensor[chosen] for tensor in self.data)

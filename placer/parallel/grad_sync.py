@@ -50,7 +50,6 @@ class GradSync:
         group_of: Callable[[torch.device], Group] = lambda device: None,
         accumulate: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
-        broadcast: bool = True,
     ) -> None:
         """Lay the gradients out in buckets and register the gradient hooks.
 
@@ -61,7 +60,6 @@ class GradSync:
                 is all ranks.
             accumulate: backward passes per step, whose gradients are added up.
             bucket_bytes: maximum bytes per bucket, except for larger single parameters.
-            broadcast: whether to copy parameters and buffers from the first rank.
 
         Raises:
             ValueError: no parameter needs a gradient, or replicas differ in shapes, strides or
@@ -78,17 +76,17 @@ class GradSync:
             check_same("the parameters to reduce", _form(queue), group)
             for index, bucket in enumerate(queue):
                 bucket.place = (index, bucket is queue[-1])
-        if broadcast:
-            broadcast_state(module, group_of)
+        broadcast_state(module, group_of)
         self.reductions = {group: reduction(group) for group in self._queues}
         self._lock = threading.Lock()  # autograd has one thread per accelerator
+        named = dict(module.named_parameters())
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # untyped in torch
+            named[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # untyped in torch
                 functools.partial(self._arrived, group, bucket, number)
             )
             for group, queue in self._queues.items()
             for bucket in queue
-            for number, member in enumerate(bucket.members)
+            for number, name in enumerate(bucket.names)
         ]
         self.zero_grad()
 
@@ -123,12 +121,12 @@ class GradSync:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the reductions, in the order of their groups."""
-        return {str(i): own.state_dict() for i, own in enumerate(self.reductions.values())}
+        return {str(i): each.state_dict() for i, each in enumerate(self.reductions.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
-        for i, own in enumerate(self.reductions.values()):
-            own.load_state_dict(state[str(i)])
+        for i, reduction in enumerate(self.reductions.values()):
+            reduction.load_state_dict(state[str(i)])
 
     def _arrived(self, group: Group, bucket: Bucket, number: int, _: torch.Tensor) -> None:
         with self._lock:
@@ -152,9 +150,13 @@ def broadcast_state(
 
 
 def _form(queue: list[Bucket]) -> str:
-    members = [(bucket, member) for bucket in queue for member in bucket.members]
+    members = [
+        (bucket, name, parameter)
+        for bucket in queue
+        for name, parameter in zip(bucket.names, bucket.parameters(), strict=True)
+    ]
     return "; ".join(
-        f"{bucket.flat.device.type} {member.name} {tuple(member.parameter.shape)} "
-        f"{member.parameter.stride()} {member.parameter.dtype}"
-        for bucket, member in members
+        f"{bucket.flat.device.type} {name} {tuple(parameter.shape)} {parameter.stride()} "
+        f"{parameter.dtype}"
+        for bucket, name, parameter in members
     )

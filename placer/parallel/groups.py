@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 
-def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> None:
-    """Check that a text is the same on all ranks of a group (None: all ranks), by its digest.
+def check_same(what: str, text: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise a ValueError on every rank unless all of a group (None: all ranks) pass the same text.
 
-    Raises:
-        ValueError: on every rank if texts differ; names ``what``, and which ranks have which
-            digest.
+    The message names ``what``, and which ranks have which digest.
     """
-    found = digests(own, group)
+    ranks_of: dict[str, list[int]] = {}
     members = dist.get_process_group_ranks(group)
-    if len(set(found)) > 1:
-        raise ValueError(f"{what}: ranks differ, {_told(dict(zip(members, found, strict=True)))}")
+    for rank, digest in zip(members, digests(text, group), strict=True):
+        ranks_of.setdefault(digest, []).append(rank)
+    if len(ranks_of) > 1:
+        by_size = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+        holders = [f"{rank_list(ranks)}: {digest[:12]}" for digest, ranks in by_size]
+        raise ValueError(f"{what}: ranks differ ({'; '.join(holders)})")
 
 
-def digests(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
+def digests(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Return the SHA-256 of each rank's text, in hexadecimal digits."""
-    digest = hashlib.sha256(own.encode()).digest()
+    digest = hashlib.sha256(text.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=wire_device(group))
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [bytes(one.tolist()).hex() for one in every]
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return [bytes(one.tolist()).hex() for one in gathered]
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device type whose tensors the backend of a group takes."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-
-def _told(digest_of: Mapping[int, str]) -> str:
-    holders: dict[str, list[int]] = {}
-    for rank, digest in digest_of.items():
-        holders.setdefault(digest, []).append(rank)
-    by_size = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return ", ".join(
-        f"{rank_list(ranks)} {'have' if len(ranks) > 1 else 'has'} {digest[:12]}"
-        for digest, ranks in by_size
-    )
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -82,6 +73,5 @@ def groups_of_slots(
     Every rank passes equally many devices; the k-th devices of all ranks reduce with each other. A
     single device, or any other device, uses the default group.
     """
-    several = devices if len(devices) > 1 else ()
-    found = {device: new_group() for device in several}
-    return found.get
+    groups = {device: new_group() for device in (devices if len(devices) > 1 else ())}
+    return groups.get

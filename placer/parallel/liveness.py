@@ -46,9 +46,9 @@ class StoppedError(BaseException):
     """
 
 
-def leave(told: str) -> None:
+def leave(message: str) -> None:
     """End this process, whatever its other threads wait for."""
-    print(f"placer: {brief(told)}", file=sys.stderr, flush=True)
+    print(f"placer: {brief(message)}", file=sys.stderr, flush=True)
     os._exit(RUN_FAILED)
 
 
@@ -74,17 +74,9 @@ class Liveness:
     ) -> None:
         """Send the first heartbeat; :meth:`start` sends the others.
 
-        Args:
-            store: shared by all ranks; nothing else may use this connection, since a wait would
-                delay heartbeats.
-            rank: this rank.
-            ranks: number of ranks.
-            interval_s: seconds between heartbeats.
-            silence_s: a rank without a heartbeat for this long is lost and the run cannot continue;
-                None if collectives fail by themselves.
-            end: called then, with a message.
-            clock: returns seconds.
-            sleep: waits for seconds.
+        Nothing else may use the connection of ``store``, since a wait would delay heartbeats. A
+        rank without a heartbeat for ``silence_s`` is lost, and ``end`` is called with a message;
+        None if collectives fail by themselves.
         """
         self._store = store
         self._rank = rank
@@ -96,14 +88,14 @@ class Liveness:
         self._end = end
         self._clock = clock
         self._sleep = sleep
-        self._heard = ("", clock())  # last heartbeat of the next rank, and its time
-        self._told_s = math.inf  # when another rank first reported a lost one
-        self._lost_ranks = ""  # message of the first rank that noticed
+        self._last_sign = ("", clock())  # last heartbeat of the next rank, and its time
+        self._reported_s = math.inf  # when another rank first reported a lost one
+        self._report = ""  # message of the first rank that noticed a lost one
         self._is_failing = False
         self._ended = threading.Event()
-        store.set(f"name/{rank}", f"pid {os.getpid()} on {socket.gethostname()}")
-        self._give_sign()
         self._thread: threading.Thread | None = None
+        store.set(f"name/{rank}", f"pid {os.getpid()} on {socket.gethostname()}")
+        self._send_heartbeat()
 
     def start(self) -> None:
         """Start the heartbeat thread."""
@@ -117,8 +109,8 @@ class Liveness:
     def beat(self) -> bool:
         """Send a heartbeat and check the other ranks; return whether to continue."""
         try:
-            self._give_sign()
-            self._told_by_others()  # read early: the store ends with its rank
+            self._send_heartbeat()
+            self._reported()  # read early: the store ends with its rank
             lost = "" if self._silence_s is None else self._lost(self._silence_s)
         except RuntimeError:  # the rank that hosts the store is gone; collectives will fail, too
             return False
@@ -142,60 +134,61 @@ class Liveness:
         self._is_failing = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        why = str(failure).strip().partition("\n")[0]
+        reason = str(failure).strip().partition("\n")[0]
         try:
-            told = self._told_by_others() or self._gone()
-            if not told and "timed out" in why.lower():
-                told = self._behind()
-            if told and self._rank == 0:  # may host the store: let others read it first
+            cause = self._reported() or self._gone()
+            if not cause and "timed out" in reason.lower():
+                cause = self._behind()
+            if cause and self._rank == 0:  # may host the store: let others read it first
                 self._sleep(MISSED * self._interval_s)
         except RuntimeError:
-            told = self._lost_ranks or "the rank or the launcher that keeps the store is gone"
-        if not told:
+            cause = self._report or "the rank or the launcher that keeps the store is gone"
+        if not cause:
             return failure
-        return PeerError(f"{told} (step {self._step} of rank {self._rank} failed: {why})")
+        return PeerError(f"{cause} (step {self._step} of rank {self._rank} failed: {reason})")
 
-    def _told_by_others(self) -> str:
+    def _reported(self) -> str:
         # The rank that reported it may itself be gone by now.
-        self._lost_ranks = self._lost_ranks or self._store.get("lost") or ""
-        return self._lost_ranks
+        self._report = self._report or self._store.get("lost") or ""
+        return self._report
 
     def _gone(self) -> str:
-        before = self._signs()
+        before = self._heartbeats()
         self._sleep(MISSED * self._interval_s)
-        after = self._signs()
-        if told := self._told_by_others():
-            return told
+        after = self._heartbeats()
+        if report := self._reported():
+            return report
         gone = [rank for rank in range(self._ranks) if before[rank] == after[rank]]
-        return self._tell_lost(gone) if gone else ""
+        return self._report_lost(gone) if gone else ""
 
-    def _tell_lost(self, gone: list[int]) -> str:
-        names = "; ".join(self._store.get(f"name/{rank}") or "never heard of" for rank in gone)
-        told = f"{rank_list(gone)} died or hang{'s'[: len(gone) == 1]}: {names}"
-        self._store.set("lost", told)
-        return told
+    def _report_lost(self, gone: list[int]) -> str:
+        names = "; ".join(self._store.get(f"name/{rank}") or "never started" for rank in gone)
+        report = f"{rank_list(gone)} died or hang{'s'[: len(gone) == 1]}: {names}"
+        self._store.set("lost", report)
+        return report
 
     def _lost(self, silence_s: float) -> str:
         # Names the ranks that are lost without any failed collective on this rank, "" if none is.
         now_s, watched = self._clock(), (self._rank + 1) % self._ranks
-        if told := self._told_by_others():
-            self._told_s = min(self._told_s, now_s)
-            return told if now_s - self._told_s > 2 * MISSED * self._interval_s else ""
+        if report := self._reported():
+            self._reported_s = min(self._reported_s, now_s)
+            return report if now_s - self._reported_s > 2 * MISSED * self._interval_s else ""
         if watched == self._rank or (sign := self._store.get(f"alive/{watched}")) is None:
             return ""
-        if sign != self._heard[0]:
-            self._heard = sign, now_s
-        return self._tell_lost([watched]) if now_s - self._heard[1] > silence_s else ""
+        if sign != self._last_sign[0]:
+            self._last_sign = sign, now_s
+        return self._report_lost([watched]) if now_s - self._last_sign[1] > silence_s else ""
 
     def _behind(self) -> str:
-        steps = {rank: int(sign.split()[1]) for rank, sign in self._signs().items()}
-        behind = [rank for rank, step in steps.items() if step == min(steps.values())]
-        return f"all ranks live, but {rank_list(behind)} came to step {min(steps.values())} only"
+        steps = {rank: int(sign.split()[1]) for rank, sign in self._heartbeats().items()}
+        first = min(steps.values())
+        behind = [rank for rank, step in steps.items() if step == first]
+        return f"all ranks are alive, but {rank_list(behind)} only reached step {first}"
 
-    def _signs(self) -> dict[int, str]:
+    def _heartbeats(self) -> dict[int, str]:
         return {rank: self._store.get(f"alive/{rank}") or "0 0" for rank in range(self._ranks)}
 
-    def _give_sign(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._beat += 1
         self._store.set(f"alive/{self._rank}", f"{self._beat} {self._step}")
 
@@ -225,8 +218,8 @@ class RunStore:
         """Return a text, escaped for printing; None if no rank has written it yet."""
         if not self._store.check([key]):  # get would wait for the key
             return None
-        found: bytes = self._store.get(key)
-        code, content = found[:SECRET_BYTES], found[SECRET_BYTES:]
+        entry: bytes = self._store.get(key)
+        code, content = entry[:SECRET_BYTES], entry[SECRET_BYTES:]
         if not hmac.compare_digest(code, self._code(key, content)):
             return None
         return escaped(content.decode())

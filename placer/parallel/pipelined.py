@@ -69,9 +69,10 @@ class PipelinedReplica:
         if step.loss is None:
             raise ValueError("a pipeline needs a loss function: its last stage calls it")
         stages, starts = pipeline_stages(PlacedModules.of(extraction, placement))
-        if len(stages) != mesh[STAGES].size():
+        self._stages = len(stages)
+        if self._stages != mesh[STAGES].size():
             raise ValueError(
-                f"the placement has {len(stages)} stages, the mesh {mesh[STAGES].size()}"
+                f"the placement has {self._stages} stages, the mesh {mesh[STAGES].size()}"
             )
         self._loss = step.loss
         self._mesh = mesh
@@ -102,21 +103,11 @@ class PipelinedReplica:
         """The stage's part of the model on its device; parameters keep their names."""
         return self.stage.submod
 
-    @property
-    def is_first(self) -> bool:
-        """Return whether this rank takes the inputs."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether this rank computes the loss."""
-        return self.index == self._mesh[STAGES].size() - 1
-
     def make_sync(self, make_optimizer: MakeOptimizer, config: SyncConfig | None = None) -> Sync:
         """Create what keeps this stage in sync with the same stage of the other replicas."""
         config = replace(config or SyncConfig(), accumulate=self.micro_batches)
-        fellows = self._mesh[REPLICAS].get_group()
-        return make_sync(self.module, make_optimizer, config, group_of=lambda device: fellows)
+        replicas = self._mesh[REPLICAS].get_group()
+        return make_sync(self.module, make_optimizer, config, group_of=lambda device: replicas)
 
     def backward(self, *inputs: Any, **keywords: Any) -> float | None:
         """Add the gradients of a replica's batch, passed to all its ranks in the model's form.
@@ -124,15 +115,15 @@ class PipelinedReplica:
         Returns:
             The loss on the last stage, None elsewhere.
         """
-        *own, target = inputs
-        losses: list[torch.Tensor] = []
-        given = own if self.is_first else ()
-        options: Mapping[str, Any] = keywords if self.is_first else {}
-        if self.is_last:
+        *model_inputs, target = inputs
+        stage_inputs = model_inputs if self.index == 0 else ()
+        options: Mapping[str, Any] = keywords if self.index == 0 else {}
+        if self.index == self._stages - 1:
+            losses: list[torch.Tensor] = []
             target = _moved(target, self.stage.device)
-            self.schedule.step(*given, target=target, losses=losses, **options)
+            self.schedule.step(*stage_inputs, target=target, losses=losses, **options)
             return float(torch.stack(losses).sum())
-        self.schedule.step(*_moved(given, self.stage.device), **options)
+        self.schedule.step(*_moved(stage_inputs, self.stage.device), **options)
         return None
 
     def _scaled_loss(self, output: Any, target: Any) -> torch.Tensor:

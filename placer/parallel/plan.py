@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw")
 STEPS: Final = 100
 _OF_PAYLOAD: Final = {"fp32": DEFAULT, "fp16": "fp16", "bf16": "bf16", "1-bit": "onebit"}
-_AS_BACKENDS_DO: Final = ((AUTO,), ("ring",))
+_BACKEND_CHOICES: Final = ((AUTO,), ("ring",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,8 @@ class RunRequest:
 class RunPlan:
     """Settings of a run: how its ranks are kept in sync, and which batches they take.
 
-    Attributes:
-        sync: the method and its options.
-        parts: number of parts that a batch of the target is cut into, one per pass of each rank; 1
-            if every pass has its own batch.
-        remarks: sentences on where the run differs from the plan.
+    ``parts`` is the number of parts that a batch of the target is cut into, one per pass of each
+    rank; 1 if every pass has its own batch. ``remarks`` say where the run differs from the plan.
     """
 
     sync: SyncConfig
@@ -76,52 +73,53 @@ def run_plan(
         ValueError: the plan has another number of replicas, its batch is cut differently, or the
             method does not take an option.
     """
-    given, plan = dict(overrides or {}), placement.replicas
+    overrides, plan = dict(overrides or {}), placement.replicas
     if plan is None:
-        return RunPlan(sync=SyncConfig(**given))
+        return RunPlan(sync=SyncConfig(**overrides))
     count, width = len(plan.groups), len(plan.groups[0])
     if ranks != count:
         raise ValueError(
-            f"the placement is planned for {count} replica{'s'[: count > 1]} of {width} "
-            f"device{'s'[: width > 1]}, and this run has {ranks} rank{'s'[: ranks > 1]}: start "
-            f"{launch_command(plan, target)}"
+            f"the placement is planned for {count} replicas x {width} devices, but this run has "
+            f"{ranks} rank{'s'[: ranks > 1]}: start {launch_command(plan, target)}"
         )
-    passes = given.get("accumulate", plan.accumulate)
+    passes = overrides.get("accumulate", plan.accumulate)
     if plan.batch == "global" and passes != plan.accumulate:
         raise ValueError(
             f"the plan cuts a batch for {count} replicas x {plan.accumulate} passes, not for "
             f"{passes}: leave accumulate out, or plan with it"
         )
-    method, remarks = (given["method"], ()) if "method" in given else planned_method(plan)
-    period = plan.average_every if plan.average_every > 1 else None
-    planned: dict[str, Any] = {"period": period, "levels": plan.levels or None}
-    taken = method_named(method).options
+    method, remarks = (overrides["method"], ()) if "method" in overrides else planned_method(plan)
+    planned: dict[str, Any] = {
+        "period": plan.average_every if plan.average_every > 1 else None,
+        "levels": plan.levels or None,
+    }
+    accepted = method_named(method).options
     sync: dict[str, Any] = {
         "method": method,
         "accumulate": plan.accumulate,
         "bucket_bytes": plan.bucket_bytes,
-        **{name: value for name, value in planned.items() if name in taken},
+        **{name: value for name, value in planned.items() if name in accepted},
     }
-    return RunPlan(sync=SyncConfig(**(sync | given)), parts=plan.parts(count), remarks=remarks)
+    return RunPlan(sync=SyncConfig(**(sync | overrides)), parts=plan.parts(count), remarks=remarks)
 
 
 def planned_method(plan: Replication) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the method for a plan, and sentences on where it differs from the plan."""
+    """Return the name of the method for a plan, and remarks on where it differs from the plan."""
     algorithms = plan.algorithms or (plan.reduction,)
     first, *others = algorithms
+    is_hierarchical = first == HIERARCHICAL
     if plan.average_every > 1:
-        in_levels = "models are averaged in one level, not level by level"
-        return "ma", (in_levels,) if first == HIERARCHICAL else ()
+        return "ma", ("models are averaged in one level, not level by level",) * is_hierarchical
     method = _OF_PAYLOAD[plan.payload]
-    if first == HIERARCHICAL and method == DEFAULT:
-        told = f"the plan reduces small buckets by {' and '.join(others)}: all go level by level"
-        return HIERARCHICAL, (told,) if others else ()
-    if first == HIERARCHICAL:
+    if is_hierarchical and method == DEFAULT:
+        remark = f"the plan reduces small buckets by {' and '.join(others)}: all go level by level"
+        return HIERARCHICAL, (remark,) if others else ()
+    if is_hierarchical:
         return method, (f"{plan.payload} gradients are reduced in one level, not level by level",)
-    if plan.reduction == AUTO and algorithms in _AS_BACKENDS_DO:
+    if plan.reduction == AUTO and algorithms in _BACKEND_CHOICES:
         return method, ()
-    told = f"the plan counts on {' and '.join(algorithms)}"
-    return method, (f"{told}: gloo and NCCL choose an algorithm themselves",)
+    remark = f"the plan assumes {' and '.join(algorithms)}: gloo and NCCL choose an algorithm"
+    return method, (f"{remark} themselves",)
 
 
 def launch_command(
@@ -150,11 +148,11 @@ def why_not_run(plan: Replication) -> str:
     hosts = [hosts_of(group) for group in plan.groups]
     if max(map(len, hosts)) > 1:
         return (
-            "A replica lies across hosts: this plan is simulated only; placer.run starts none, "
+            "A replica spans hosts, so this plan is only simulated; "
             "placer.parallel.PipelinedReplica runs a chain of stages from Python."
         )
     ranks = Counter(names[0] for names in hosts)
     if len(set(ranks.values())) > 1:
-        told = ", ".join(f"{host}: {count}" for host, count in ranks.items())
-        return f"Hosts have different numbers of replicas ({told}): give each torchrun its own."
+        counts = ", ".join(f"{host}: {count}" for host, count in ranks.items())
+        return f"Hosts have different numbers of replicas ({counts}): start a torchrun on each."
     return ""

@@ -26,12 +26,6 @@ def rank_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def on_this_host() -> tuple[int, int]:
-    """Return the local rank of this process, and the number of ranks on its host."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return local, int(os.environ.get("LOCAL_WORLD_SIZE", str(rank_count())))
-
-
 @contextmanager
 def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
     """Join the ranks of the run; without a launcher there is a single one.
@@ -39,32 +33,33 @@ def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
     Yields a separate connection to the store of the run, for the caller's use alone. The backend is
     gloo, or with ``nccl`` NCCL for tensors on CUDA devices. After an error the group is not
     destroyed, since that might wait for a rank that is gone.
-
-    Raises:
-        RuntimeError: the other ranks do not join within the timeout.
     """
-    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     rank, ranks = own_rank(), rank_count()
     if ranks == 1:
         store: Store = dist.HashStore()  # type: ignore[attr-defined]  # torch hides it
-        signs: Store = dist.HashStore()  # type: ignore[attr-defined]  # as before
+        second: Store = dist.HashStore()  # type: ignore[attr-defined]  # as before
     else:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = _connected(timeout_s, keeps=rank == 0 and not has_agent)
-        signs = _connected(timeout_s, keeps=False)
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    yield signs
+        store = _connected(timeout_s, is_master=rank == 0 and not has_agent)
+        second = _connected(timeout_s, is_master=False)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    yield second
     dist.destroy_process_group()
 
 
-def _connected(timeout_s: float, *, keeps: bool) -> Store:
+def _connected(timeout_s: float, *, is_master: bool) -> Store:
     # A launcher that restarts all ranks may keep its store, with the addresses of ranks that are
     # gone: every attempt has its own keys.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch hides it from type checkers
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=keeps,
+        is_master=is_master,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
@@ -82,32 +77,26 @@ def stop_on_sigterm() -> None:
 
 
 def on_own_devices(placement: Placement) -> tuple[Placement, bool]:
-    """Return a placement on this rank's devices, and whether other ranks of its host share them.
-
-    Raises:
-        ValueError: a device does not exist on this host, or as for :func:`on_own_group`.
-    """
-    (local, here), rank = on_this_host(), own_rank()
+    """Return a placement on this rank's devices, and whether other ranks of its host share them."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(rank_count())))
+    rank, shares = own_rank(), False
     if placement.replicas is None:
-        own, is_shared = on_next_devices(placement, local, here)
+        renamed, shares = on_next_devices(placement, local_rank, local_ranks)
     else:
-        own, is_shared = on_own_group(placement, rank, rank - local, here), False
+        renamed = on_own_group(placement, rank, rank - local_rank, local_ranks)
     try:
-        check_devices(own.device_names)
+        check_devices(renamed.device_names)
     except ValueError as error:
-        raise ValueError(f"rank {rank}, on {', '.join(own.device_names)}: {error}") from None
-    return own, is_shared
+        raise ValueError(f"rank {rank}, on {', '.join(renamed.device_names)}: {error}") from None
+    return renamed, shares
 
 
-def on_own_group(placement: Placement, rank: int, first: int, here: int) -> Placement:
+def on_own_group(placement: Placement, rank: int, first: int, local_ranks: int) -> Placement:
     """Return a placement with replicas on the devices of a rank's group.
 
-    Args:
-        placement: placement on the first group; the k-th device of every group corresponds to the
-            k-th of the first.
-        rank: this rank; there are as many as groups.
-        first: the first rank of this host.
-        here: number of ranks on this host.
+    The placement is for the first group; the k-th device of every group corresponds to the k-th of
+    the first. Ranks ``first`` .. ``first + local_ranks - 1`` are on this host.
 
     Raises:
         ValueError: a group spans several hosts, the ranks of this host do not match its groups, or
@@ -118,42 +107,40 @@ def on_own_group(placement: Placement, rank: int, first: int, here: int) -> Plac
     hosts = [hosts_of(group) for group in groups]
     if len(hosts[rank]) > 1:
         raise ValueError(
-            f"replica {rank} is on {', '.join(groups[rank])}, devices of {len(hosts[rank])} hosts, "
-            "and a rank has those of its own host: run its stages as a "
-            "placer.parallel.PipelinedReplica from Python, or plan replicas within hosts"
+            f"replica {rank} is on {', '.join(groups[rank])}, devices of {len(hosts[rank])} hosts: "
+            "run its stages as a placer.parallel.PipelinedReplica, or plan replicas within hosts"
         )
-    own = range(first, first + here)
-    alike = [k for k, found in enumerate(hosts) if found == hosts[rank]]
-    if alike != list(own):
+    ranks = list(range(first, first + local_ranks))
+    same_host = [k for k, names in enumerate(hosts) if names == hosts[rank]]
+    if same_host != ranks:
         raise ValueError(
-            f"replicas {_numbers(alike)} are on host {hosts[rank][0] or 'of this run'}, and this "
-            f"host has the ranks {_numbers(own)}: start as many ranks on every host as it has "
-            "replicas"
+            f"replicas {_numbers(same_host)} are on host {hosts[rank][0] or 'of this run'}, which "
+            f"has ranks {_numbers(ranks)}: start as many ranks on every host as it has replicas"
         )
-    known = dict(zip(groups[0], groups[rank], strict=True))
-    if missing := [name for name in placement.device_names if name not in known]:
+    device_of = dict(zip(groups[0], groups[rank], strict=True))
+    if missing := [name for name in placement.device_names if name not in device_of]:
         raise ValueError(
-            f"the placement uses {', '.join(missing)}, and its replicas are of "
+            f"the placement uses {', '.join(missing)}, but its replicas are on "
             f"{', '.join(groups[0])}"
         )
-    names = tuple(split_name(known[name])[1] for name in placement.device_names)
+    names = tuple(split_name(device_of[name])[1] for name in placement.device_names)
     return replace(placement, device_names=names)
 
 
-def on_next_devices(placement: Placement, local_rank: int, here: int) -> tuple[Placement, bool]:
+def on_next_devices(
+    placement: Placement, local_rank: int, local_ranks: int
+) -> tuple[Placement, bool]:
     """Return a placement without replicas on the devices of one of the ranks of this host.
 
     The first rank takes the devices of the placement, each further rank the same devices with their
-    numbers shifted past the previous rank's, if all of them exist; the CPU is shared.
-
-    Returns:
-        The placement, and whether ranks share devices because there are too few.
+    numbers shifted past the previous rank's, if all of them exist; the CPU is shared. Also return
+    whether ranks share devices because there are too few.
     """
-    renamed = [shifted(placement.device_names, k) for k in range(here)]
+    renamed = [shifted(placement.device_names, k) for k in range(local_ranks)]
     if not all(is_here(name) for names in renamed for name in names):
-        return placement, here > 1
+        return placement, local_ranks > 1
     return replace(placement, device_names=renamed[local_rank]), False
 
 
-def _numbers(found: Sequence[int]) -> str:
-    return ", ".join(map(str, found)) or "none"
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

@@ -12,18 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import spread_seed
 from envs.placement import Placement
 from envs.runtime import tensor_device
-from graphs.extract import Workload
+from graphs.extract import Workload, extract
+from placer.applying import apply_extracted
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.groups import check_same, groups_of_slots
 from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_secret
 from placer.parallel.methods.sync import make_sync
 from placer.parallel.plan import RunPlan, RunRequest, run_plan
 from placer.parallel.processes import joined, on_own_devices, rank_count, stop_on_sigterm
-from placer.parallel.replica import Replica, placed_replica
-from placer.parallel.training import Checkpoint, Trained, TrainingPlan, train
+from placer.parallel.training import Checkpoint, Replica, ReplicaOnCores, Trained, train
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.sources.target import load_function, load_step
 
@@ -41,17 +42,11 @@ class Run:
     batches: Batches
 
     @property
-    def essence(self) -> str:
+    def placement_json(self) -> str:
         """JSON of the parts of the placement that determine the run, without provenance."""
         content = self.placement.to_dict()
         keys = ("graph", "devices", "priority", "replicas")
         return json.dumps({key: content.get(key) for key in keys})
-
-    @property
-    def changeable(self) -> dict[str, Any]:
-        """Settings that may change when a run is resumed."""
-        names = ("steps", "checkpoint_every", "resume")
-        return {name: getattr(self.request, name) for name in names}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -64,7 +59,7 @@ class Run:
             "accumulate": sync.accumulate,
             "bucket_bytes": sync.bucket_bytes,
             **sync.options,
-            "placement": hashlib.sha256(self.essence.encode()).hexdigest()[:12],
+            "placement": hashlib.sha256(self.placement_json.encode()).hexdigest()[:12],
         }
 
 
@@ -87,7 +82,14 @@ def prepare_run(request: RunRequest) -> Run:
     if request.data is not None:
         batches = FromFunction(load_function(request.data), step)
     if plan.parts > 1:
-        step, batches = _part_of(step, plan.parts), Shards(batches, plan.parts)
+        batches = Shards(batches, plan.parts)
+        part = with_part_of_inputs(step, plan.parts)
+        if part is None:
+            raise ValueError(
+                f"the plan cuts a batch into {plan.parts} equal parts, but that of the target has "
+                f"{batch_size(step)} samples: plan with the batch of this target"
+            )
+        step = part
     return Run(
         request=request,
         plan=plan,
@@ -97,16 +99,6 @@ def prepare_run(request: RunRequest) -> Run:
         step=step,
         batches=batches,
     )
-
-
-def _part_of(step: Workload, parts: int) -> Workload:
-    part = with_part_of_inputs(step, parts)
-    if part is None:
-        raise ValueError(
-            f"the plan cuts the batch of {batch_size(step)} samples into {parts} equal parts, "
-            "which it has not: plan with the batch of this target"
-        )
-    return part
 
 
 def train_rank(
@@ -128,7 +120,7 @@ def train_rank(
         StoppedError: the launcher stops this rank.
         OSError: a file cannot be read or written.
     """
-    request = run.request
+    request, sync_config = run.request, run.plan.sync
     cuda = [name for name in run.own.device_names if name.startswith("cuda")]
     if cuda:
         torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
@@ -142,21 +134,39 @@ def train_rank(
         replica: Replica | None = None
         try:
             stop_on_sigterm()
-            check_same("placements", run.essence)
-            check_same("the options of the run", json.dumps(run.settings | run.changeable))
+            # the last may differ when a run is resumed, though not between ranks
+            options = [run.settings, request.steps, request.checkpoint_every, request.resume]
+            check_same("placements", run.placement_json)
+            check_same("the options of the run", json.dumps(options))
             if rank == 0:
                 started(ranks)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
-            replica = placed_replica(run.step, run.own, request.extractor)
+            placed = apply_extracted(extract(run.step, request.extractor), run.own)
+            replica = ReplicaOnCores(placed) if isinstance(placed, PlacedModel) else Replica(placed)
             slots = dict.fromkeys(map(tensor_device, run.own.device_names))
             sync = make_sync(
                 replica.module,
                 lambda parameters: _optimizer(request, parameters),
-                run.plan.sync,
+                sync_config,
                 group_of=groups_of_slots(list(slots)),
             )
-            hear = progress if rank == 0 else lambda step, loss: None
-            return train(replica, sync, run.batches, _training_plan(run), liveness.at, hear)
+            checkpoint = None
+            if request.checkpoint is not None:
+                settings = {name: str(v) for name, v in run.settings.items() if v is not None}
+                checkpoint = Checkpoint(request.checkpoint, settings)
+            return train(
+                replica,
+                sync,
+                run.batches,
+                steps=request.steps,
+                accumulate=sync_config.accumulate,
+                checkpoint=checkpoint,
+                checkpoint_every=request.checkpoint_every,
+                resume=request.resume,
+                save=request.save,
+                reached=liveness.at,
+                progress=progress if rank == 0 else lambda step, loss: None,
+            )
         except (RuntimeError, StoppedError) as error:
             raise liveness.error(error) from error
         finally:
@@ -174,14 +184,3 @@ def _optimizer(request: RunRequest, parameters: Iterable[nn.Parameter]) -> torch
         case "adam":
             return torch.optim.Adam(parameters, lr=request.lr)
     return torch.optim.AdamW(parameters, lr=request.lr)
-
-
-def _training_plan(run: Run) -> TrainingPlan:
-    path = run.request.checkpoint
-    essence = {name: str(value) for name, value in run.settings.items() if value is not None}
-    return TrainingPlan(
-        **run.changeable,
-        checkpoint=None if path is None else Checkpoint(path, essence),
-        accumulate=run.plan.sync.accumulate,
-        save=run.request.save,
-    )

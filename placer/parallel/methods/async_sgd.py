@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placer.parallel.grad_sync import Group, broadcast_state
+from placer.parallel.grad_sync import broadcast_state
 from placer.parallel.groups import new_group
 from placer.parallel.methods.block_averager import flat_of, write
 from placer.parallel.methods.sync import GroupOf, MakeOptimizer
@@ -32,17 +32,17 @@ class AsyncSgd:
     """
 
     def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, group_of: GroupOf) -> None:
-        """Start the server on rank 0.
-
-        Raises:
-            ValueError: parameters that need gradients have several dtypes, or there are none, or
-                the process group of a device has only some of the ranks.
-        """
+        """Start the server on rank 0."""
+        ranks = dist.get_world_size()
         for device in {parameter.device for parameter in module.parameters()}:
-            check_is_all(group_of(device))
+            if (size := dist.get_world_size(group_of(device))) < ranks:
+                raise ValueError(  # one server would mix the parameters of several groups
+                    f"asgd has one server for all {ranks} ranks, and this group has {size} of "
+                    "them: stages of a pipeline need a sync that takes groups, such as allreduce"
+                )
         broadcast_state(module, group_of)
         self._module = module
-        self._parameters = [own for own in module.parameters() if own.requires_grad]
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
             raise ValueError("no parameter needs a gradient: there is nothing for a server to do")
         if len(dtypes := {parameter.dtype for parameter in self._parameters}) > 1:
@@ -60,12 +60,10 @@ class AsyncSgd:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Push the gradients, pull the parameters.
-
-        Raises:
-            RuntimeError: the server is gone or had to stop.
-        """
-        gradient = flat_of(_gradient(parameter).cpu() for parameter in self._parameters)
+        """Push the gradients, pull the parameters."""
+        gradient = flat_of(
+            (torch.zeros_like(p) if p.grad is None else p.grad).cpu() for p in self._parameters
+        )
         if self._server is not None:
             self._version, flat = self._server.push(gradient, self._version)
         else:
@@ -86,13 +84,9 @@ class AsyncSgd:
         broadcast_state(self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise an error: asynchronous SGD cannot resume.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise a ValueError: asynchronous SGD cannot resume."""
         raise ValueError(
-            "asynchronous SGD cannot go on from a checkpoint: gradients are under way at any time"
+            "asynchronous SGD cannot resume from a checkpoint: gradients are always in transit"
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,8 +104,8 @@ class Server:
     def __init__(
         self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, group: Any
     ) -> None:
-        self._own = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
-        self._optimizer = make_optimizer(self._own)
+        self._parameters = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
+        self._optimizer = make_optimizer(self._parameters)
         self._group = group
         self._version = 0
         self._staleness: Counter[int] = Counter()
@@ -133,23 +127,20 @@ class Server:
         self._check_complete()
         with self._lock:
             self._staleness[self._version - version] += 1
-            for own in self._own:
-                own.grad = torch.empty_like(own)
-            write([own.grad for own in self._own if own.grad is not None], gradient)
+            gradients = [torch.empty_like(parameter) for parameter in self._parameters]
+            write(gradients, gradient)
+            for parameter, part in zip(self._parameters, gradients, strict=True):
+                parameter.grad = part
             self._optimizer.step()
             self._version += 1
-            return self._version, flat_of(self._own)
+            return self._version, flat_of(self._parameters)
 
     def finish(self) -> torch.Tensor:
-        """Wait for all workers and return the final parameters (P,).
-
-        Raises:
-            RuntimeError: a worker is gone.
-        """
+        """Wait for all workers and return the final parameters (P,); raise as :meth:`push` does."""
         for thread in self._threads:
             thread.join()
         self._check_complete()
-        return flat_of(self._own)
+        return flat_of(self._parameters)
 
     def report(self) -> dict[str, Any]:
         """Return the number of updates so far, and the mean and maximum staleness of gradients."""
@@ -166,7 +157,7 @@ class Server:
             raise RuntimeError(f"the parameter server stopped: {self._failure}")
 
     def _serve(self, rank: int) -> None:
-        header, gradient = torch.zeros(2, dtype=torch.int64), flat_of(self._own)
+        header, gradient = torch.zeros(2, dtype=torch.int64), flat_of(self._parameters)
         try:
             while True:
                 dist.recv(header, rank, group=self._group)
@@ -179,21 +170,3 @@ class Server:
                 dist.send(flat, rank, group=self._group)
         except RuntimeError as error:  # raised by push and finish on the main thread
             self._failure = self._failure or RuntimeError(f"rank {rank} is gone: {error}")
-
-
-def check_is_all(group: Group) -> None:
-    """Check that a group contains all ranks.
-
-    Raises:
-        ValueError: it does not; one server on rank 0 would mix the parameters of several groups.
-    """
-    size, ranks = dist.get_world_size(group), dist.get_world_size()
-    if size < ranks:
-        raise ValueError(
-            f"asgd has one server for all {ranks} ranks, and this group has {size} of them: stages "
-            "of a pipeline need a sync that takes groups, such as allreduce"
-        )
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

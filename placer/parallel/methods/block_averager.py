@@ -101,8 +101,8 @@ class BlockAverager:
         self.steps = 0
         self.inner = inner
         self._mean = mean or mean_of_ranks
-        self._parameters = _by_kind(own for own in module.parameters() if own.requires_grad)
-        self._buffers = _by_kind(b for b in module.buffers() if b.is_floating_point())
+        self._parameters = _by_device_and_dtype(p for p in module.parameters() if p.requires_grad)
+        self._buffers = _by_device_and_dtype(b for b in module.buffers() if b.is_floating_point())
         self._base = [nn.Parameter(flat_of(group)) for group in self._parameters]  # W_g
         momentum = update.momentum_of(workers or dist.get_world_size())
         self._is_plain = momentum == 0 and update.rate == 1
@@ -126,9 +126,7 @@ class BlockAverager:
     def after_step(self) -> None:
         """Count a step, and end the block if it was its last."""
         self.steps += 1
-        if self.is_warming_up:
-            self._take_mean()
-        elif self.at_border:
+        if self.at_border:
             self._end_block()
 
     @torch.no_grad()
@@ -165,40 +163,29 @@ class BlockAverager:
                 self._outer.state[base]["momentum_buffer"] = velocity.clone().to(base.device)
 
     def _velocity(self, base: nn.Parameter) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._outer.state.get(base, {}).get("momentum_buffer")
-        return found
+        velocity: torch.Tensor | None = self._outer.state.get(base, {}).get("momentum_buffer")
+        return velocity
 
     @torch.no_grad()
     def _end_block(self) -> None:
+        is_plain = self._is_plain or self.is_warming_up
         for group, base in zip(self._parameters, self._base, strict=True):
             mean = self._mean(flat_of(group))
-            if self._is_plain:
+            if is_plain:
                 base.copy_(mean)
-            base.grad = base - mean
-        if not self._is_plain:
+            else:
+                base.grad = base - mean
+        if not is_plain:
             self._outer.step()
         for group, base in zip(self._parameters, self._base, strict=True):
             write(group, base)
-        self._average_buffers()
-        if self.update.reset_inner:
-            self._forget_momentum()
-
-    @torch.no_grad()
-    def _take_mean(self) -> None:
-        for group, base in zip(self._parameters, self._base, strict=True):
-            base.copy_(self._mean(flat_of(group)))
-            write(group, base)
-        self._average_buffers()
-
-    def _average_buffers(self) -> None:
         for group in self._buffers:
             write(group, self._mean(flat_of(group)))
-
-    def _forget_momentum(self) -> None:
-        for state in self.inner.state.values() if self.inner is not None else ():
-            for name in ("momentum_buffer", "exp_avg"):
-                if state.get(name) is not None:
-                    state[name].zero_()
+        if self.update.reset_inner and self.inner is not None and not self.is_warming_up:
+            for state in self.inner.state.values():
+                for name in ("momentum_buffer", "exp_avg"):
+                    if state.get(name) is not None:
+                        state[name].zero_()
 
 
 def mean_of_ranks(flat: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -220,9 +207,8 @@ def write(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
         at += tensor.numel()
 
 
-def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    # Grouped by device and dtype.
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(found.values())
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())

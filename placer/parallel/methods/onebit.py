@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from placer.parallel.buckets import GradientBucket, Pending
+from placer.parallel.buckets import Bucket, Pending
 from placer.parallel.groups import wire_device
 from placer.parallel.methods.reductions import AllReduce, Then, all_gather
 from placer.parallel.methods.registry import WARMUP_STEPS
@@ -42,9 +42,9 @@ class Runs:
         times as long.
         """
         low, high = np.moveaxis(values.view(np.int32), -1, 0)
-        found = np.repeat(low, self.length, axis=-1)
-        found ^= np.repeat(low ^ high, self.length, axis=-1) & -above.astype(np.int32)
-        return torch.from_numpy(found.view(np.float32))
+        bits = np.repeat(low, self.length, axis=-1)
+        bits ^= np.repeat(low ^ high, self.length, axis=-1) & -above.astype(np.int32)
+        return torch.from_numpy(bits.view(np.float32))
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ def encode(rows: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.
     totals = np.zeros((len(rows), segments.count, 2), np.float32)
     counts = np.zeros_like(totals)
     above = numbers >= 0
-    own = runs.row, runs.segment
-    totals[*own, 0] = np.add.reduceat(np.minimum(numbers, 0), runs.start)
-    totals[*own, 1] = np.add.reduceat(np.maximum(numbers, 0), runs.start)
-    counts[*own, 1] = np.add.reduceat(above.view(np.uint8), runs.start, dtype=np.int64)
-    counts[*own, 0] = runs.length - counts[*own, 1]
+    at = runs.row, runs.segment
+    totals[*at, 0] = np.add.reduceat(np.minimum(numbers, 0), runs.start)
+    totals[*at, 1] = np.add.reduceat(np.maximum(numbers, 0), runs.start)
+    counts[*at, 1] = np.add.reduceat(above.view(np.uint8), runs.start, dtype=np.int64)
+    counts[*at, 0] = runs.length - counts[*at, 1]
     values = (totals / np.maximum(counts, 1)).astype(np.float32, copy=False)
     bits = np.packbits(above.reshape(rows.shape), axis=1)
     wire = np.concatenate([bits, values.reshape(len(rows), -1).view(np.uint8)], 1)
-    return torch.from_numpy(wire), runs.chosen(above, values[own]).view_as(rows)
+    return torch.from_numpy(wire), runs.chosen(above, values[at]).view_as(rows)
 
 
 def decode(wire: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -166,9 +166,9 @@ class Coder:
         self.own = due - sent
         return wire
 
-    def answer(self, got: torch.Tensor) -> torch.Tensor:
+    def answer(self, received: torch.Tensor) -> torch.Tensor:
         """Encode the mean of this rank's stripe from the rows that all ranks have sent."""
-        due = decode(got, self.mine).mean(0, keepdim=True) + self.stripe
+        due = decode(received, self.mine).mean(0, keepdim=True) + self.stripe
         wire, sent = encode(due, self.mine)
         self.stripe = due - sent
         return wire.flatten()
@@ -192,10 +192,8 @@ class OneBit:
     ) -> None:
         """Start with zero residuals.
 
-        Args:
-            group: process group of the ranks, None for all.
-            warmup_steps: initial steps with plain all-reduce; without any, training may diverge. At
-                least 2 under DDP, which rebuilds its buckets after the first.
+        Without ``warmup_steps`` of plain all-reduce training may diverge; under DDP, which rebuilds
+        its buckets after the first, they are at least 2.
         """
         self.group = group
         self.warmup_steps = warmup_steps
@@ -203,9 +201,9 @@ class OneBit:
         self._plain = AllReduce(group)
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._coders: dict[int, Coder] = {}
-        self._kept: Mapping[str, Mapping[str, torch.Tensor]] = {}  # residuals of a checkpoint
+        self._restored: Mapping[str, Mapping[str, torch.Tensor]] = {}  # residuals of a checkpoint
 
-    def start(self, bucket: GradientBucket) -> Pending:
+    def start(self, bucket: Bucket) -> Pending:
         """Send the bits of every stripe to its owner; ``wait`` collects the owners' answers."""
         warm = self.steps < self.warmup_steps
         self.steps += bucket.is_last()
@@ -213,31 +211,31 @@ class OneBit:
             return self._plain.start(bucket)
         flat, coder = bucket.buffer(), self._coder_of(bucket)
         wire = coder.encoded(flat).to(wire_device(self.group))
-        got = torch.empty_like(wire)
-        work = dist.all_to_all_single(got, wire, group=self.group, async_op=True)
+        received = torch.empty_like(wire)
+        work = dist.all_to_all_single(received, wire, group=self.group, async_op=True)
         assert work is not None
 
         def finish() -> None:
-            answer = coder.answer(got.cpu()).to(wire_device(self.group))
+            answer = coder.answer(received.cpu()).to(wire_device(self.group))
             mean = coder.decoded(all_gather(answer, self.group).cpu())
             flat.copy_(mean[: flat.numel()])
 
         return Then(work, finish)
 
-    def _coder_of(self, bucket: GradientBucket) -> Coder:
+    def _coder_of(self, bucket: Bucket) -> Coder:
         index = bucket.index()
         if index not in self._coders:
             sizes = [parameter.numel() for parameter in bucket.parameters()]
             self._coders[index] = coder = Coder.of_sizes(sizes, self._ranks, self._rank)
-            if kept := self._kept.get(str(index)):
-                coder.own, coder.stripe = kept["own"].clone(), kept["stripe"].clone()
+            if residuals := self._restored.get(str(index)):
+                coder.own, coder.stripe = residuals["own"].clone(), residuals["stripe"].clone()
         return self._coders[index]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the residuals of this rank."""
         return {
             "steps": self.steps,
-            "residuals": dict(self._kept)
+            "residuals": dict(self._restored)
             | {
                 str(index): {"own": coder.own.clone(), "stripe": coder.stripe.clone()}
                 for index, coder in self._coders.items()
@@ -247,4 +245,4 @@ class OneBit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
         self.steps = state["steps"]
-        self._kept, self._coders = state["residuals"], {}
+        self._restored, self._coders = state["residuals"], {}

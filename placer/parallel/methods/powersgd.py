@@ -27,12 +27,8 @@ class PowerSgd(HookReduction):
         approximation_rank: int = RANK,
         warmup_steps: int = WARMUP_STEPS,
     ) -> None:
-        """Set the rank of the approximation and the number of initial plain all-reduce steps.
-
-        Raises:
-            ValueError: warmup_steps is below 2: torch requires buckets that no longer change.
-        """
-        if warmup_steps < 2:
+        """Set the rank of the approximation and the number of initial plain all-reduce steps."""
+        if warmup_steps < 2:  # torch requires buckets that no longer change
             raise ValueError(f"PowerSGD begins after 2 steps at the earliest, not {warmup_steps}")
         state = PowerSGDState(
             process_group=group if group is not None else dist.group.WORLD,
@@ -56,8 +52,8 @@ class PowerSgd(HookReduction):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
         for name in _KEPT:
-            own = {int(index): tensor.clone() for index, tensor in state[name].items()}
-            setattr(self.state, name, own)
+            tensors = {int(index): tensor.clone() for index, tensor in state[name].items()}
+            setattr(self.state, name, tensors)
         self.state.iter = state["iter"]
         random = state["random"]
         keys = random["keys"].numpy().astype(np.uint32)

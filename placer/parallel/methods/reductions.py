@@ -1,67 +1,60 @@
-"""Reductions of buckets: sums in full or half precision, and DDP communication hooks.
+"""Reductions of buckets: sums in full or half precision, level by level, and by DDP hooks.
 
 Annotations are not strings here, since DDP compares those of its hooks.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
-from placer.parallel.buckets import GradientBucket, Pending
+from placer.parallel.buckets import Bucket, Pending
+from placer.parallel.groups import digests, new_group
 
 
 class Reduction(Protocol):
-    """Averages the buckets of one process group over its ranks."""
+    """Averages the buckets of one process group over its ranks; stateless by default."""
 
-    def start(self, bucket: GradientBucket) -> Pending:
+    def start(self, bucket: Bucket) -> Pending:
         """Start reducing a bucket; every rank starts the same buckets in the same order."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state kept between steps, such as residuals: tensors, numbers and strings."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        ...
-
-
-class Stateless:
-    """Base class of reductions without state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state."""
+        """Restore what :meth:`state_dict` returned."""
+        assert not state, "this reduction keeps no state"
 
 
-class OfGroup(Stateless):
-    """A stateless reduction over a process group."""
+class GroupReduction(Reduction):
+    """A stateless reduction over a process group, None for all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.ranks = dist.get_world_size(group)
 
 
-class AllReduce(OfGroup):
+class AllReduce(GroupReduction):
     """Averages with the all-reduce of the backend."""
 
-    def start(self, bucket: GradientBucket) -> Pending:
+    def start(self, bucket: Bucket) -> Pending:
         """Start the all-reduce of the gradients."""
         flat = bucket.buffer().div_(self.ranks)
         return begun(dist.all_reduce(flat, group=self.group, async_op=True))
 
 
-class Float16(OfGroup):
+class Float16(GroupReduction):
     """Averages gradients that are sent, and added, in half precision."""
 
     dtype = torch.float16
 
-    def start(self, bucket: GradientBucket) -> Pending:
+    def start(self, bucket: Bucket) -> Pending:
         """Start the all-reduce in the narrow dtype; divide first, since sums may overflow fp16."""
         flat = bucket.buffer()
         narrow = flat.div_(self.ranks).to(self.dtype)
@@ -75,7 +68,84 @@ class BFloat16(Float16):
     dtype = torch.bfloat16
 
 
-class HookReduction(Stateless):
+class Hierarchical(GroupReduction):
+    """Averages by reduce-scatter within nodes, all-reduce across them, all-gather within.
+
+    With more levels the middle part is done recursively (BlueConnect, Cho et al., MLSys 2019).
+    Ranks of a node must be consecutive. A bucket's first reduce-scatter overlaps with the backward
+    pass.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, levels: Sequence[int] | None = None
+    ) -> None:
+        """Create the process groups of all levels.
+
+        ``levels`` are ranks at each level, innermost first, such as (4, 8): 8 nodes of 4. By
+        default they are the ranks of the group on each host, then the hosts.
+        """
+        super().__init__(group)
+        self.levels = tuple(levels or levels_of(digests(socket.gethostname(), group)))
+        if math.prod(self.levels) != self.ranks:
+            raise ValueError(
+                f"levels {'x'.join(map(str, self.levels))} have {math.prod(self.levels)} ranks, "
+                f"the group has {self.ranks}"
+            )
+        members, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        self._groups: list[dist.ProcessGroup] = []
+        inside = 1
+        for size in self.levels:
+            first = me - me // inside % size * inside
+            peers = [members[first + i * inside] for i in range(size)]
+            if size > 1:
+                self._groups.append(new_group(peers))
+            inside *= size
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start the innermost part; the other levels run in ``wait``."""
+        flat = bucket.buffer().div_(self.ranks)
+        if len(self._groups) < 2:
+            return begun(dist.all_reduce(flat, group=self.group, async_op=True))
+        inner, *outer = self._groups
+        padded = _padded(flat, inner)
+        part = padded.new_empty(len(padded) // inner.size())
+        work = reduce_scatter(part, padded, inner)
+        return Then(work, lambda: flat.copy_(_gathered(part, inner, outer, len(flat))))
+
+
+def levels_of(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Return (ranks per host, hosts) if all hosts have equally many, consecutive ranks.
+
+    Otherwise, or if each host has a single rank, return one level of all ranks.
+
+    >>> levels_of(["a", "a", "b", "b", "c", "c"]), levels_of(["a", "b"]), levels_of(["a", "a", "b"])
+    ((2, 3), (2,), (3,))
+    """
+    ranks, count = len(hosts), len(set(hosts))
+    inside = ranks // count
+    are_neighbours = all(hosts[i] == hosts[i - i % inside] for i in range(ranks))
+    return (inside, count) if 1 < inside < ranks == inside * count and are_neighbours else (ranks,)
+
+
+def _gathered(
+    part: torch.Tensor, inner: dist.ProcessGroup, outer: Sequence[dist.ProcessGroup], size: int
+) -> torch.Tensor:
+    # ``part`` is what this rank has reduced within ``inner``; returns the whole tensor.
+    if len(outer) == 1:
+        dist.all_reduce(part, group=outer[0])
+    else:
+        padded = _padded(part, outer[0])
+        smaller = padded.new_empty(len(padded) // outer[0].size())
+        reduce_scatter(smaller, padded, outer[0]).wait()
+        part = _gathered(smaller, outer[0], outer[1:], len(part))
+    return all_gather(part, inner)[:size]
+
+
+def _padded(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return F.pad(flat, (0, -len(flat) % group.size()))
+
+
+class HookReduction(Reduction):
     """A DDP communication hook, ``hook(state, bucket)``, as a reduction; see :func:`ddp_hook`."""
 
     def __init__(
@@ -85,7 +155,7 @@ class HookReduction(Stateless):
         self.hook = hook
         self.state = state
 
-    def start(self, bucket: GradientBucket) -> Pending:
+    def start(self, bucket: Bucket) -> Pending:
         """Call the hook; ``wait`` copies the mean of its future into the bucket."""
         flat, future = bucket.buffer(), self.hook(self.state, bucket)
 

@@ -13,94 +13,65 @@ DEFAULT: Final = "allreduce"
 WARMUP_STEPS: Final = 200
 """Default number of plain steps before gradients are sent as bits or low-rank matrices."""
 Family: TypeAlias = Literal["reduction", "average", "server"]
+"""Ranks send gradients in every step, models after every block of steps, or gradients as they come
+to a parameter server."""
 _BLOCKS: Final = ("period", "warmup_steps", "block_momentum", "block_rate")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Method:
     """A method that keeps replicas in sync.
 
     Attributes:
         name: its name in commands.
+        family: how ranks communicate.
+        home: "module:name" of its reduction or :class:`Sync`, or the name of its block update.
         sends: what ranks send, in words.
-        family: "reduction": gradients in every step; "average": models after every block of steps;
-            "server": gradients to a parameter server, as they come.
-        home: "module:name" of its reduction, block update or :class:`Sync`.
         options: names of the options in :class:`SyncConfig` that it takes.
         warmup_steps: default number of plain steps before it begins.
     """
 
     name: str
-    sends: str
     family: Family
     home: str
+    sends: str
     options: tuple[str, ...] = ()
     warmup_steps: int = 0
 
 
-def _reduction(name: str, sends: str, home: str, *options: str, warmup_steps: int = 0) -> Method:
-    return Method(
-        name=name,
-        sends=sends,
-        family="reduction",
-        home=home,
-        options=options,
-        warmup_steps=warmup_steps,
-    )
-
-
-def _average(name: str, sends: str, home: str, *options: str) -> Method:
-    home = f"block_averager:{home}"
-    return Method(name=name, sends=sends, family="average", home=home, options=options)
-
-
 METHODS: Final = (
-    _reduction(DEFAULT, "mean of gradients every step, in full precision", "reductions:AllReduce"),
-    _reduction(
-        "hierarchical",
-        "the same level by level: inside nodes, then across",
-        "hierarchical:Hierarchical",
-        "levels",
-    ),
-    _reduction("fp16", "gradients are sent in fp16: half of the bytes", "reductions:Float16"),
-    _reduction("bf16", "gradients are sent in bf16: half of the bytes", "reductions:BFloat16"),
-    _reduction(
-        "powersgd",
-        "gradients are sent as products of thin matrices, with error feedback",
-        "powersgd:PowerSgd",
-        "approximation_rank",
-        "warmup_steps",
-        warmup_steps=WARMUP_STEPS,
-    ),
-    _reduction(
-        "onebit",
-        "a bit per gradient, with error feedback at both ends",
-        "onebit:OneBit",
-        "warmup_steps",
-        warmup_steps=WARMUP_STEPS,
-    ),
-    _average(
-        "ma",
-        "model averaging: the mean of the models after every block of steps",
-        "AVERAGING",
-        "period",
-        "warmup_steps",
-    ),
-    _average("bmuf", "averaging with Nesterov momentum of block updates", "BMUF", *_BLOCKS),
-    _average(
-        "bmuf-classic",
-        "averaging with classical momentum of block updates",
-        "BMUF_CLASSIC",
-        *_BLOCKS,
-    ),
-    _average("slowmo", "SlowMo: slow momentum 0.5 on averaging", "SLOWMO", *_BLOCKS),
-    _average("diloco", "DiLoCo: block rate 0.7, Nesterov momentum 0.9", "DILOCO", *_BLOCKS),
+    Method(DEFAULT, "reduction", "reductions:AllReduce", "mean of gradients, in full precision"),
     Method(
-        name="asgd",
-        sends="asynchronous SGD: a parameter server applies gradients as they come",
-        family="server",
-        home="async_sgd:AsyncSgd",
+        "hierarchical",
+        "reduction",
+        "reductions:Hierarchical",
+        "the same level by level: inside nodes, then across",
+        ("levels",),
     ),
+    Method("fp16", "reduction", "reductions:Float16", "gradients in fp16: half of the bytes"),
+    Method("bf16", "reduction", "reductions:BFloat16", "gradients in bf16: half of the bytes"),
+    Method(
+        "powersgd",
+        "reduction",
+        "powersgd:PowerSgd",
+        "gradients as products of thin matrices, with error feedback",
+        ("approximation_rank", "warmup_steps"),
+        WARMUP_STEPS,
+    ),
+    Method(
+        "onebit",
+        "reduction",
+        "onebit:OneBit",
+        "a bit per gradient, with error feedback at both ends",
+        ("warmup_steps",),
+        WARMUP_STEPS,
+    ),
+    Method("ma", "average", "AVERAGING", "mean of the models after every block", _BLOCKS[:2]),
+    Method("bmuf", "average", "BMUF", "mean, with Nesterov momentum of block updates", _BLOCKS),
+    Method("bmuf-classic", "average", "BMUF_CLASSIC", "mean, with classical momentum", _BLOCKS),
+    Method("slowmo", "average", "SLOWMO", "SlowMo: mean, with slow momentum 0.5", _BLOCKS),
+    Method("diloco", "average", "DILOCO", "DiLoCo: block rate 0.7, Nesterov momentum", _BLOCKS),
+    Method("asgd", "server", "async_sgd:AsyncSgd", "gradients to a server, as they come"),
 )
 
 
@@ -131,19 +102,18 @@ class SyncConfig:
     approximation_rank: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"warmup_steps": 0}
-        for name in ("accumulate", "bucket_bytes", *least, "period", "approximation_rank"):
-            value = getattr(self, name)
-            if value is not None and value < least.get(name, 1):
-                raise ValueError(f"{name} is {value}, below {least.get(name, 1)}")
+        for name in ("accumulate", "bucket_bytes", "warmup_steps", "period", "approximation_rank"):
+            value, least = getattr(self, name), 0 if name == "warmup_steps" else 1
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, below {least}")
         if self.block_momentum is not None and not 0 <= self.block_momentum < 1:
             raise ValueError(f"block_momentum is {self.block_momentum}, not within 0 .. 1")
         if self.block_rate is not None and not (0 < self.block_rate < math.inf):
             raise ValueError(f"block_rate is {self.block_rate}, not a number above 0")
         if self.levels is not None and not (self.levels and min(self.levels) >= 1):
             raise ValueError(f"levels are {self.levels}, not numbers of ranks")
-        taken = method_named(self.method).options
-        if ignored := next((name for name in self.options if name not in taken), None):
+        accepted = method_named(self.method).options
+        if ignored := next((name for name in self.options if name not in accepted), None):
             takers = ", ".join(other.name for other in METHODS if ignored in other.options)
             raise ValueError(f"sync {self.method!r} takes no {ignored}; {takers} do")
 
@@ -154,16 +124,12 @@ class SyncConfig:
 
 
 _OF_ALL: Final = ("method", "accumulate", "bucket_bytes")
-OPTIONS: Final = tuple(own.name for own in fields(SyncConfig) if own.name not in _OF_ALL)
+OPTIONS: Final = tuple(field.name for field in fields(SyncConfig) if field.name not in _OF_ALL)
 """Options that only some of the methods take."""
 
 
 def method_named(name: str) -> Method:
-    """Return the method with this name.
-
-    Raises:
-        ValueError: there is no such method; the message lists the known ones.
-    """
+    """Return the method with this name; an unknown one is a ValueError that lists all."""
     known = {method.name: method for method in METHODS}
     if name not in known:
         hint = suggestion(name, known, cutoff=0.4)

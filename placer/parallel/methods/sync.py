@@ -1,4 +1,4 @@
-"""The interface of the sync methods, and its two families: reductions and averages of blocks."""
+"""The interface of the sync methods, and its implementation with an optimizer on every rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placer.parallel.grad_sync import GradSync, Group, broadcast_state
-from placer.parallel.methods.block_averager import (
-    PERIOD,
-    BlockAverager,
-    BlockUpdate,
-    mean_of_ranks,
-)
-from placer.parallel.methods.reductions import Reduction
+from placer.parallel.methods.block_averager import PERIOD, BlockAverager, mean_of_ranks
 from placer.parallel.methods.registry import SyncConfig, method_named
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -71,111 +65,55 @@ class Sync(Protocol):
         ...
 
 
-class EveryStep:
-    """Reduces gradients in every step."""
+class OptimizerSync:
+    """Updates with an optimizer on every rank.
+
+    Either gradients are reduced before every update, or models are averaged after some.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
-        make_optimizer: MakeOptimizer,
-        config: SyncConfig,
-        group_of: GroupOf,
-        *,
-        reduction: Callable[..., Reduction],
+        optimizer: torch.optim.Optimizer,
+        gradients: GradSync | None = None,
+        averager: BlockAverager | None = None,
     ) -> None:
-        """Lay out gradients; ``reduction`` takes a process group and the options that are set."""
-        self._gradients = GradSync(
-            module,
-            reduction=partial(reduction, **config.options),
-            group_of=group_of,
-            accumulate=config.accumulate,
-            bucket_bytes=config.bucket_bytes,
-        )
-        self._optimizer = make_optimizer(module.parameters())
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._averager = averager
 
     def zero_grad(self) -> None:
         """Begin a step."""
-        self._gradients.zero_grad()
+        (self._gradients or self._optimizer).zero_grad()
 
     def step(self) -> None:
-        """Finish the reductions, then update."""
-        self._gradients.finish()
+        """Update this replica."""
+        if self._gradients is not None:
+            self._gradients.finish()
         self._optimizer.step()
-
-    def finish(self) -> None:
-        """Do nothing: the replicas are equal after every step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the reductions."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "reductions": self._gradients.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._gradients.load_state_dict(state["reductions"])
-
-    def report(self) -> dict[str, Any]:
-        """Return an empty report."""
-        return {}
-
-
-class EveryBlock:
-    """Trains replicas independently and averages them after every block."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        make_optimizer: MakeOptimizer,
-        config: SyncConfig,
-        group_of: GroupOf,
-        *,
-        update: BlockUpdate,
-    ) -> None:
-        """Start all replicas from the model of the first rank."""
-        broadcast_state(module, group_of)
-        self._optimizer = make_optimizer(module.parameters())
-        if config.block_momentum is not None:
-            update = replace(update, momentum=config.block_momentum)
-        if config.block_rate is not None:
-            update = replace(update, rate=config.block_rate)
-        first = next(module.parameters())
-        self._averager = BlockAverager(
-            module,
-            update,
-            period=config.period or PERIOD,
-            warmup_steps=config.warmup_steps or 0,
-            inner=self._optimizer,
-            workers=dist.get_world_size(group_of(first.device)),
-            mean=lambda flat: mean_of_ranks(flat, group_of(flat.device)),
-        )
-
-    def zero_grad(self) -> None:
-        """Begin a step."""
-        self._optimizer.zero_grad()
-
-    def step(self) -> None:
-        """Update this replica; average all replicas at the end of a block."""
-        self._optimizer.step()
-        self._averager.after_step()
+        if self._averager is not None:
+            self._averager.after_step()
 
     def finish(self) -> None:
         """End the current block, if any, and take the common model."""
-        self._averager.finish()
+        if self._averager is not None:
+            self._averager.finish()
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {
+            "optimizer": self._optimizer,
+            "reductions": self._gradients,
+            "averager": self._averager,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the replica's optimizer and of the averager."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "averager": self._averager.state_dict(),
-        }
+        """Return the states of the optimizer and of the reductions or the averager."""
+        return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._averager.load_state_dict(state["averager"])
+        for name, part in self._stateful().items():
+            part.load_state_dict(state[name])
 
     def report(self) -> dict[str, Any]:
         """Return an empty report."""
@@ -202,12 +140,31 @@ def make_sync(
     """
     config = config or SyncConfig()
     method = method_named(config.method)
-    module_name, _, name = method.home.partition(":")
+    module_name, _, name = method.home.rpartition(":")
+    module_name = module_name or "block_averager"
     home: Any = getattr(import_module(f"placer.parallel.methods.{module_name}"), name)
-    match method.family:
-        case "reduction":
-            return EveryStep(module, make_optimizer, config, group_of, reduction=home)
-        case "average":
-            return EveryBlock(module, make_optimizer, config, group_of, update=home)
-    sync: Sync = home(module, make_optimizer, group_of)
-    return sync
+    if method.family == "server":
+        server: Sync = home(module, make_optimizer, group_of)
+        return server
+    if method.family == "reduction":
+        gradients = GradSync(
+            module,
+            reduction=partial(home, **config.options),
+            group_of=group_of,
+            accumulate=config.accumulate,
+            bucket_bytes=config.bucket_bytes,
+        )
+        return OptimizerSync(make_optimizer(module.parameters()), gradients=gradients)
+    broadcast_state(module, group_of)
+    optimizer = make_optimizer(module.parameters())
+    changed = {"momentum": config.block_momentum, "rate": config.block_rate}
+    averager = BlockAverager(
+        module,
+        replace(home, **{name: value for name, value in changed.items() if value is not None}),
+        period=config.period or PERIOD,
+        warmup_steps=config.warmup_steps or 0,
+        inner=optimizer,
+        workers=dist.get_world_size(group_of(next(module.parameters()).device)),
+        mean=lambda flat: mean_of_ranks(flat, group_of(flat.device)),
+    )
+    return OptimizerSync(optimizer, averager=averager)

@@ -1,87 +1,71 @@
-"""DistributedDataParallel around placed modules, in two processes."""
+"""DistributedDataParallel around placed modules equals one process."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import one_replica
-from tests.helpers.folders import ROOT
-from tests.helpers.one_replica import REPLICAS, STEPS, of_replica, shard
-from tests.helpers.tiny_models import forward
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiny_models import conv_net, forward
 
-pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch lacks distributed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place"),
-]
-
-
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("replicas")
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, one_replica.__file__, str(rank), str(folder)],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(REPLICAS)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * REPLICAS, said
-    return [torch.load(folder / f"{rank}.pt") for rank in range(REPLICAS)]
+RANKS = 2
+STEPS = 2
 
 
-def in_one_process() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Return the last gradients, averaged over the replicas, and the final state of each.
+def shard(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(10 * number + rank)
+    return torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
 
-    All start from the state of the first replica, whose buffers are copied before every step.
-    """
-    models = [of_replica(0) for _ in range(REPLICAS)]
+
+def of_replica(rank: int) -> Workload:
+    """Return a step whose parameters and buffers, batch norm included, differ by rank."""
+    step = conv_net()
+    with torch.no_grad():
+        for tensor in step.named_state().values():
+            tensor.add_(rank)
+    return step
+
+
+def trained_with_ddp() -> dict[str, Tensor]:
+    extraction = extract(of_replica(dist.get_rank()))
+    placed = PlacedModule(extraction, {call.key: "cpu" for call in extraction.forward.placed_calls})
+    replica = DistributedDataParallel(placed)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
     for number in range(STEPS):
-        before = {name: own.clone() for name, own in models[0].model.named_buffers()}
-        for rank, step in enumerate(models):
-            for name, buffer in step.model.named_buffers():
-                buffer.copy_(before[name])
+        optimizer.zero_grad()
+        replica(*shard(number, dist.get_rank())).backward()
+        optimizer.step()
+    return dict(placed.state_dict())
+
+
+def trained_in_one_process() -> list[dict[str, Tensor]]:
+    """Return the state of each replica; all have the buffers of the first before every step."""
+    steps = [of_replica(0) for _ in range(RANKS)]
+    for number in range(STEPS):
+        buffers = {name: buffer.clone() for name, buffer in steps[0].model.named_buffers()}
+        for rank, step in enumerate(steps):
+            step.model.load_state_dict(buffers, strict=False)
             step.model.zero_grad()
             forward(replace(step, inputs=shard(number, rank))).backward()
-        gradients = {
-            name: torch.stack([s.model.get_parameter(name).grad for s in models]).mean(0)  # type: ignore[misc]  # all have one
-            for name, _ in models[0].model.named_parameters()
-        }
         with torch.no_grad():
-            for step in models:
-                for name, parameter in step.model.named_parameters():
-                    parameter.sub_(0.1 * gradients[name])
-    return gradients, [step.model.state_dict() for step in models]
+            for parameters in zip(*(step.model.parameters() for step in steps), strict=True):
+                gradient = torch.stack([p.grad for p in parameters if p.grad is not None]).mean(0)
+                for parameter in parameters:
+                    parameter.sub_(0.1 * gradient)
+    return [step.model.state_dict() for step in steps]
 
 
-def test_gradients_and_state_are_those_of_one_process(replicas: list[dict[str, Any]]) -> None:
-    gradients, states = in_one_process()
-    for replica, state in zip(replicas, states, strict=True):
-        torch.testing.assert_close(replica["gradients"], gradients, rtol=1e-5, atol=1e-6)
-        named = {f"module.{name}": tensor for name, tensor in state.items()}
-        torch.testing.assert_close(dict(replica["state"]), named, rtol=1e-5, atol=1e-6)
-    means = [state["1.running_mean"] for state in states]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
+def test_placed_modules_train_under_ddp_as_in_one_process() -> None:
+    expected = trained_in_one_process()
+    for state, result in zip(expected, on_ranks(RANKS, trained_with_ddp), strict=True):
+        torch.testing.assert_close(result, state, rtol=1e-5, atol=1e-6)
+    means = [state["1.running_mean"] for state in expected]
     assert not torch.equal(*means), "each has seen another batch since the last broadcast"
-
-
-def test_parameters_on_two_types_of_device_are_refused_by_torch(
-    replicas: list[dict[str, Any]],
-) -> None:
-    for replica in replicas:
-        assert "must be on the same type of devices" in replica["mixed types"]

@@ -1,4 +1,4 @@
-"""Devices and batches of a replica."""
+"""What a rank runs of a plan, and on which devices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 
 from envs.placement import Placement
 from envs.replication import Replication
-from placer.parallel.data import FromFunction, MadeUp, Shards, numbers_of
 from placer.parallel.methods.registry import WARMUP_STEPS, SyncConfig
 from placer.parallel.plan import launch_command, run_plan
 from placer.parallel.processes import on_next_devices, on_own_group
-from tests.helpers.tiny_models import conv_net, tied_weights
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = pytest.mark.skipif(
@@ -54,52 +51,6 @@ def test_the_cpu_is_every_replicas() -> None:
     assert on_next_devices(on("cpu"), 1, 2) == (on("cpu"), False)
 
 
-def test_made_up_batches_have_the_form_of_the_example_and_come_again() -> None:
-    step = tied_weights()
-    batches = MadeUp(step, seed=3)
-    (tokens, targets), keywords = batches(5)
-    assert tokens.shape == step.inputs[0].shape
-    assert tokens.dtype == step.inputs[0].dtype
-    assert sorted(tokens.flatten().tolist()) == sorted(step.inputs[0].flatten().tolist())
-    assert not keywords
-    for again, once in zip(batches(5)[0], (tokens, targets), strict=True):
-        assert torch.equal(again, once)
-    assert not torch.equal(batches(6)[0][0], tokens)
-    images = MadeUp(conv_net())(0)[0][0]
-    assert abs(images.std() - conv_net().inputs[0].std()) < 0.1
-
-
-def test_batches_of_a_function_are_taken_apart_like_the_targets() -> None:
-    step = conv_net()
-    images, labels = step.inputs
-    batches = FromFunction(lambda number: {"input": images + number, "y": labels}, step)
-    found, keywords = batches(2)
-    assert torch.equal(found[0], labels)
-    assert torch.equal(keywords["input"], images + 2)
-
-
-def test_every_batch_is_taken_once() -> None:
-    for accumulate in (1, 2):
-        taken = [
-            number
-            for step in range(4)
-            for rank in range(3)
-            for number in numbers_of(step, rank, 3, accumulate)
-        ]
-        assert taken == list(range(12 * accumulate))
-
-
-def test_shards_of_a_batch_are_the_whole_of_it() -> None:
-    step = conv_net()
-    whole = MadeUp(step, seed=1)
-    shards = Shards(whole, 2)
-    parts = [shards(number)[0] for number in (6, 7)]
-    for shard, tensor in zip(zip(*parts, strict=True), whole(3)[0], strict=True):
-        assert torch.equal(torch.cat(shard), tensor)
-    with pytest.raises(ValueError, match="3 equal parts"):
-        Shards(whole, 3)(0)
-
-
 def planned(*groups: tuple[str, ...]) -> Placement:
     return replace(on(*groups[0]), replicas=Replication(groups=groups))
 
@@ -127,7 +78,7 @@ PAIR = (("cuda:0",), ("cuda:1",))
 
 
 @pytest.mark.parametrize(
-    ("how", "method", "remark"),
+    ("plan", "method", "remark"),
     [
         (Replication(), "allreduce", ""),
         (Replication(payload="fp16"), "fp16", ""),
@@ -137,53 +88,35 @@ PAIR = (("cuda:0",), ("cuda:1",))
         (Replication(reduction="hierarchical", payload="fp16"), "fp16", "in one level"),
         (Replication(reduction="tree"), "allreduce", "tree"),
         (Replication(average_every=4), "ma", ""),
+        (Replication(algorithms=("ring",)), "allreduce", ""),
+        (Replication(algorithms=("hierarchical",)), "hierarchical", ""),
+        (Replication(algorithms=("hierarchical", "tree")), "hierarchical", "tree"),
+        (Replication(algorithms=("ring", "hierarchical")), "allreduce", "ring and hierarchical"),
+        (Replication(algorithms=("hierarchical",), payload="bf16"), "bf16", "in one level"),
+        (Replication(algorithms=("hierarchical",), average_every=4), "ma", "in one level"),
     ],
 )
-def test_what_was_planned_is_what_runs(how: Replication, method: str, remark: str) -> None:
-    plan = replace(how, groups=PAIR, accumulate=3)
-    found = run_plan(replace(on("cuda:0"), replicas=plan), ranks=2)
-    assert (found.sync.method, found.sync.accumulate, found.parts) == (method, 3, 1)
-    assert found.sync.period == (4 if how.average_every > 1 else None)
-    assert remark in " ".join(found.remarks)
-    assert bool(remark) == bool(found.remarks)
+def test_a_plan_runs_as_planned_or_a_remark_says_how(
+    plan: Replication, method: str, remark: str
+) -> None:
+    plan = replace(plan, groups=PAIR, accumulate=3, levels=(1, 2))
+    run = run_plan(replace(on("cuda:0"), replicas=plan), ranks=2)
+    assert (run.sync.method, run.sync.accumulate, run.parts) == (method, 3, 1)
+    assert run.sync.period == (4 if plan.average_every > 1 else None)
+    assert run.sync.levels == ((1, 2) if method == "hierarchical" else None)
+    assert remark in " ".join(run.remarks)
+    assert bool(remark) == bool(run.remarks)
 
 
-def test_what_is_to_be_started_comes_to_send_bits_where_they_were_planned() -> None:
-    groups = (("cuda:0",), ("cuda:1",))
-    plain = Replication(groups=groups, payload="bf16")
-    bits = Replication(groups=groups, payload="1-bit")
-    assert launch_command(plain, "m.py:build").endswith(" --steps 100")
+def test_a_command_has_as_many_steps_more_as_its_method_warms_up() -> None:
+    plain, bits = (Replication(groups=PAIR, payload=name) for name in ("bf16", "1-bit"))
+    assert launch_command(plain, "m.py:build", "p.json") == (
+        "torchrun --nproc-per-node=2 -m placer.run m.py:build --placement p.json --steps 100"
+    )
     assert launch_command(bits, "m.py:build").endswith(f" --steps {WARMUP_STEPS + 100}")
 
 
-@pytest.mark.parametrize(
-    ("payload", "every", "algorithms", "method", "remark"),
-    [
-        ("fp32", 1, ("hierarchical",), "hierarchical", ""),
-        ("fp32", 1, ("hierarchical", "tree"), "hierarchical", "tree"),
-        ("fp32", 1, ("ring",), "allreduce", ""),
-        ("fp32", 1, ("ring", "hierarchical"), "allreduce", "ring and hierarchical"),
-        ("bf16", 1, ("hierarchical",), "bf16", "in one level"),
-        ("fp32", 4, ("hierarchical",), "ma", "in one level"),
-    ],
-)
-def test_what_was_chosen_for_the_plan_is_what_runs_or_it_is_told(
-    payload: str, every: int, algorithms: tuple[str, ...], method: str, remark: str
-) -> None:
-    plan = Replication(
-        groups=PAIR, payload=payload, average_every=every, algorithms=algorithms, levels=(1, 2)
-    )
-    placement = replace(on("cuda:0"), replicas=plan)
-    found = run_plan(placement, ranks=2)
-    assert found.sync.method == method
-    assert remark in " ".join(found.remarks)
-    assert bool(remark) == bool(found.remarks)
-    assert found.sync.levels == ((1, 2) if method == "hierarchical" else None)
-    own = {"method": "hierarchical", "levels": (2,)}
-    assert run_plan(placement, ranks=2, overrides=own).sync.levels == (2,)
-
-
-def test_what_the_user_says_wins_over_the_plan() -> None:
+def test_options_of_the_user_override_the_plan() -> None:
     plan = Replication(groups=PAIR, average_every=4, bucket_bytes=1000)
     placement = replace(on("cuda:0"), replicas=plan)
 

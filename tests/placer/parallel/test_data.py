@@ -1,3 +1,5 @@
+"""Numbered batches: of a function, made up, cut into parts, and of a data set by blocks."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,8 +7,44 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placer.parallel import Blocks
-from placer.parallel.data import numbers_of
+from placer.parallel.data import Blocks, FromFunction, MadeUp, Shards, numbers_of
+from tests.helpers.tiny_models import conv_net, tied_weights
+
+
+def test_made_up_batches_have_the_form_of_the_example_and_come_again() -> None:
+    step = tied_weights()
+    batches = MadeUp(step, seed=3)
+    (tokens, targets), keywords = batches(5)
+    assert tokens.shape == step.inputs[0].shape
+    assert tokens.dtype == step.inputs[0].dtype
+    assert sorted(tokens.flatten().tolist()) == sorted(step.inputs[0].flatten().tolist())
+    assert not keywords
+    for again, once in zip(batches(5)[0], (tokens, targets), strict=True):
+        assert torch.equal(again, once)
+    assert not torch.equal(batches(6)[0][0], tokens)
+    images = MadeUp(conv_net())(0)[0][0]
+    assert abs(images.std() - conv_net().inputs[0].std()) < 0.1
+
+
+def test_batches_of_a_function_are_taken_apart_like_the_targets() -> None:
+    step = conv_net()
+    images, labels = step.inputs
+    batches = FromFunction(lambda number: {"input": images + number, "y": labels}, step)
+    found, keywords = batches(2)
+    assert torch.equal(found[0], labels)
+    assert torch.equal(keywords["input"], images + 2)
+
+
+def test_shards_of_a_batch_are_the_whole_of_it() -> None:
+    step = conv_net()
+    whole = MadeUp(step, seed=1)
+    shards = Shards(whole, 2)
+    parts = [shards(number)[0] for number in (6, 7)]
+    for shard, tensor in zip(zip(*parts, strict=True), whole(3)[0], strict=True):
+        assert torch.equal(torch.cat(shard), tensor)
+    with pytest.raises(ValueError, match="3 equal parts"):
+        Shards(whole, 3)(0)
+
 
 COUNTS = st.integers(1, 4)
 
@@ -66,17 +104,19 @@ def test_a_block_is_shuffled_by_its_sweep_and_seed_and_comes_again() -> None:
 
     def first_block(seed: int, sweep: int = 0) -> list[int]:
         serve = Blocks(data, batch=2, ranks=2, period=4, seed=seed)
-        found = [serve(sweep * 64 // 2 + number) for number in range(8)]
-        assert all(torch.equal(x, -y) for x, y in found)
-        return [int(sample) for x, _ in found for sample in x]
+        served = [serve(sweep * 64 // 2 + number) for number in range(8)]
+        assert all(torch.equal(x, -y) for x, y in served)
+        return [int(sample) for x, _ in served for sample in x]
 
     assert first_block(0) == first_block(0)
     assert first_block(0) != first_block(1)
     assert first_block(0) != first_block(0, sweep=1)
 
 
-def test_data_that_make_no_block_are_refused() -> None:
-    with pytest.raises(ValueError, match="7 samples fill no block of 2 x 2 batches of 2"):
-        Blocks((torch.ones(7),), batch=2, ranks=2, period=2)
-    with pytest.raises(ValueError, match=r"\[3, 4\] samples"):
-        Blocks((torch.ones(3), torch.ones(4)), batch=1, ranks=1, period=1)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((7,), "7 samples fill no block of 1 x 2 batches of 4"), ((3, 4), r"\[3, 4\] samples")],
+)
+def test_data_that_fill_no_block_are_refused(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Blocks([torch.ones(size) for size in sizes], batch=4, ranks=1, period=2)

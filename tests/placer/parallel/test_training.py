@@ -1,4 +1,4 @@
-"""Saved models of runs equal the trained models."""
+"""Files of a run: its checkpoints, and the saved model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
-from torch import Tensor, nn
+from torch import nn
 
-from envs.placement import Placement
 from placer.cli import run
-from placer.parallel import SyncConfig, make_sync
 from placer.parallel.data import FromFunction
 from placer.parallel.methods.block_averager import flat_of
-from placer.parallel.replica import placed_replica
-from placer.parallel.training import STATE_FORMAT, TrainingPlan, train, write_model
+from placer.parallel.training import STATE_FORMAT, Checkpoint, write_model
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
@@ -37,31 +34,20 @@ def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Pa
     assert nn.functional.mse_loss(step.model(x), y).item() == pytest.approx(expected, rel=1e-6)
 
 
-def trained_by_blocks(
-    target: str, placement: Path, saved: Path
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a rank's parameters after two blocks, and those that a third would start from."""
-    step = load_step(f"{target}:build", training=True)
-    replica = placed_replica(step, Placement.load(placement))
-    config = SyncConfig(method="bmuf", period=2)
-    sync = make_sync(replica.module, lambda own: torch.optim.SGD(own, lr=0.1), config)
-    batches = FromFunction(load_function(f"{target}:batch"), step)
-    train(replica, sync, batches, TrainingPlan(steps=4, save=saved))
-    [base] = sync.state_dict()["averager"]["base"]
-    return dict(replica.module.state_dict()), base
-
-
-def test_of_block_updates_the_result_is_saved_not_where_the_next_would_begin(
+def test_of_block_updates_the_result_is_saved_not_the_start_of_the_next_block(
     tmp_path: Path,
 ) -> None:
     target = written(tmp_path)
     placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    results = on_ranks(2, trained_by_blocks, target, placement, tmp_path / "model.safetensors")
-    found = load_file(tmp_path / "model.safetensors")
+    checkpoint, saved = tmp_path / "run.json", tmp_path / "model.safetensors"
+    files: dict[str, object] = {"checkpoint": checkpoint, "save": saved}
+    ran(2, *arguments(target, placement, 4, data=f"{target}:batch", sync="bmuf", period=2, **files))
+    state = read_state(tmp_path / "run.json.4.0", STATE_FORMAT)
+    [start] = state["sync"]["averager"]["base"]
     names = dict(load_step(f"{target}:build", training=True).model.named_parameters())
-    for state, base in results:
-        torch.testing.assert_close(found, state, rtol=0, atol=0)
-        assert not torch.equal(flat_of(found[name] for name in names), base)
+    result = load_file(saved)
+    torch.testing.assert_close(flat_of(state["module"][name] for name in names), start)
+    assert not torch.equal(flat_of(result[name] for name in names), start)
 
 
 class Tied(nn.Module):
@@ -111,3 +97,26 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_starts(
     ):
         assert run.main(arguments(target, placement, 2, save=path)) == 2
         assert why in capsys.readouterr().err
+
+
+def written_in_turn(folder: Path, *writes: tuple[str, int]) -> list[str]:
+    """Let runs of these names write these steps and return the files in the folder."""
+    for name, step in writes:
+        Checkpoint(folder / name, {"run": name}).write(step, {"step": step})
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("writes", "names"),
+    [
+        (
+            (("exp.big", 6), ("exp", 3), ("exp", 4)),
+            ["exp", "exp.4.0", "exp.big", "exp.big.6.0"],
+        ),
+        ((("exp[1]*", 3), ("exp[1]*", 4)), ["exp[1]*", "exp[1]*.4.0"]),
+    ],
+)
+def test_a_checkpoint_replaces_only_files_of_its_own_name(
+    writes: tuple[tuple[str, int], ...], names: list[str], tmp_path: Path
+) -> None:
+    assert on_ranks(1, written_in_turn, tmp_path, *writes) == [names]
