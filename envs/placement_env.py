@@ -130,7 +130,6 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
                 until_closed=self._started,
             )
         self.render_mode = render_mode
-        self.chosen = np.arange(len(self.pool))
         self._device_count = count = most_devices or max(
             problem.device_count for problem in self.pool
         )
@@ -138,7 +137,6 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         self.observation_space = spaces.Box(0.0, LARGEST_FEATURE, shape, np.float32)
         self.action_space = spaces.Discrete(count)
         self._evaluators: dict[int, _Evaluator] = {}
-        self._actions: list[int] = []
         self._begin(0)
 
     @property
@@ -166,7 +164,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         super().reset(seed=seed)
         number = (options or {}).get("number")
         if number is None:
-            number = self.chosen[int(self.np_random.integers(len(self.chosen)))]
+            number = self.np_random.integers(len(self.pool))
         return self._begin(int(number)), {"number": int(number)}
 
     def step(
@@ -181,7 +179,6 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         if schedule.current < 0:
             raise RuntimeError("the episode has ended: call reset() before step()")
         device = int(action)
-        self._actions.append(device)
         if not (0 <= device < self.problem.device_count and schedule.mask()[device]):
             why = f"device {device} is masked for op {self.problem.graph.ids[schedule.current]!r}"
             schedule.current = -1
@@ -214,19 +211,6 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         """Return the schedule of the ops placed so far as text, in mode "ansi"."""
         return str(self._schedule) if self.render_mode == "ansi" else None
 
-    def state(self) -> dict[str, Any]:
-        """Return the running episode and the random state, JSON compatible."""
-        random = self.np_random.bit_generator.state
-        return {"number": self._number, "actions": list(self._actions), "random": random}
-
-    def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Continue from :meth:`state`; return the last observation."""
-        self.np_random.bit_generator.state = state["random"]
-        observation = self._begin(int(state["number"]))
-        for action in state["actions"]:
-            observation = self.step(int(action))[0]
-        return observation
-
     def _begin(self, number: int) -> NDArray[np.float32]:
         if number not in self._evaluators:
             problem = self.pool[number]
@@ -234,7 +218,6 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         self._number, self._evaluator = number, self._evaluators[number]
         self._schedule = self._evaluator.schedule
         self._schedule.clear()
-        self._actions.clear()
         return self._observe()
 
     def _observe(self) -> NDArray[np.float32]:

@@ -355,8 +355,6 @@ def train(
         start=start,
         seeds=seeds,
     )
-    if chosen.algorithm != "ppo":
-        raise ValueError("a policy that chooses devices op by op cannot propose: use placer train")
     measured = None if workload is None else (workload, cluster_of(devices))
     train_policy(Path(out), chosen, measured=measured, fresh=fresh)
     return load(str(out))

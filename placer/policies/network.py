@@ -26,7 +26,6 @@ from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 GENERALIST: Final = "generalist"
 """The default policy."""
 FORMAT: Final = "placer-policy/1"
-SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
 """Decoder weights are those of HEFT + ACTION_SCALE * action, actions within -1 .. 1."""
 FARTHEST: Final = 2.0
@@ -189,8 +188,6 @@ def load(name: str) -> Policy:
 
 def _card(content: object) -> dict[str, Any]:
     card = table(content, "")
-    if card.get("format") == SEQUENTIAL_FORMAT:
-        raise ValueError("this policy chooses devices op by op: it proposes no decoder weights")
     if card.get("format") != FORMAT:
         raise ValueError(f"the format is not {FORMAT!r}; train the policy again")
     table(card.get("evaluations", {}), "evaluations")

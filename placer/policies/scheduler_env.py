@@ -204,10 +204,6 @@ class SchedulerBatch(VecEnv):
         ]
         return self.reset(), rewards, np.ones(self.num_envs, np.bool_), infos
 
-    def observations(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return observations (B, F) of the problems ``numbers`` (B,)."""
-        return self._observations[numbers]
-
     def choose(self, numbers: NDArray[np.int64]) -> None:
         """Restrict drawing to the problems ``numbers`` of the pool from now on."""
         self.chosen = numbers

@@ -180,7 +180,6 @@ def _if_short(config: TrainingConfig) -> Mapping[str, str] | None:
         and config.seeds * ppo.epochs <= 4
         and ppo.environments * ppo.steps <= 64
         and sum((*ppo.layers, *ppo.critic_layers)) <= 512
-        and config.imitation.graphs * config.imitation.decodes * config.imitation.epochs <= 100
         and all(one.graphs <= 4 and one.max_ops <= 100 for one in sets)
         and all(max(one.clusters.devices) <= 16 for one in sets)
         and config.workers == 0
@@ -265,7 +264,7 @@ class _Specimens:
         train(self.card.with_suffix(""), TINY)
         self.policy = self._at("policy/policy.safetensors")
         two = replace(TWO_STAGES, seeds=2, length=Length(decodes=64), checkpoint_rollouts=1)
-        train(self.policy.with_suffix(""), replace(two, imitation=TINY.imitation))
+        train(self.policy.with_suffix(""), two)
         self.interrupted_config = self._at("interrupted/tiny.toml")
         self.interrupted_config.write_text(toml(TINY))
         self.checkpoint = self._at("checkpoint/policy.checkpoint")

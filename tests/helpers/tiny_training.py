@@ -11,7 +11,7 @@ from typing import Any
 from placer.policies.pool import Clusters
 from placer.policies.records import plain
 from placer.policies.training import TrainingConfig
-from placer.policies.training.config import Imitation, Length, Ppo, Stage, Testing
+from placer.policies.training.config import Length, Ppo, Stage, Testing
 
 SMALL_PPO = Ppo(environments=4, steps=2, batch_size=4, epochs=2, layers=(8,))
 TINY = TrainingConfig(
@@ -32,7 +32,6 @@ TWO_STAGES = replace(
         Stage(families=("grid",), graphs=3, max_ops=80, clusters=Clusters(comm_ratio=(1.0, 4.0))),
     ),
     ppo=replace(SMALL_PPO, final_learning_rate=1e-4, average_rollouts=20),
-    imitation=Imitation(graphs=2, decodes=20, epochs=3),
 )
 
 

@@ -3,7 +3,6 @@
 ``trained_policies/NAME.toml``::
 
     format = "placer-training/1"
-    algorithm = "ppo"              # ppo: scheduler weights, | maskable-ppo: devices op by op
     backend = "simulated"          # reward: simulated steps of generated graphs, or
                                    # "measured": of one model, on devices of this machine
     start = ""                     # policy to begin with, by name or path; "": HEFT
@@ -19,9 +18,6 @@
     # seconds = 100.0              # of processor time
 
     [ppo]                          # see Ppo
-
-    [imitation]                    # see Imitation; without it nothing is imitated
-    graphs = 120
 
     [[stage]]                      # one after the other, see Stage
     share = 0.25                   # of the length, relative to the other stages'
@@ -65,14 +61,12 @@ Ops: TypeAlias = Annotated[int, Within(FEWEST_OPS, 100_000)]  # every family can
 UNIMPORTANT: Final = ("workers", "checkpoint_rollouts", "ray_address")
 """Keys without influence on the trained policies."""
 
-Algorithm: TypeAlias = Literal["ppo", "maskable-ppo"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
     """Length of each seed's training: either ``decodes`` or ``seconds`` of processor time.
 
-    A decode is the construction and simulation of one placement; op by op, the choice for one op.
+    A decode is the construction and simulation of one placement.
     """
 
     decodes: Annotated[int, Within(1, 10**12)] | None = None
@@ -93,7 +87,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ppo:
-    """Hyperparameters of PPO (stable-baselines3), with or without masks."""
+    """Hyperparameters of PPO (stable-baselines3)."""
 
     environments: Annotated[int, Within(1, 16_384)] = 64
     steps: Annotated[int, Within(1, 65_536)] = 8  # of each environment in a rollout
@@ -107,7 +101,7 @@ class Ppo:
     entropy: Annotated[float, Within(0.0, 1.0)] = 0.0
     layers: Layers = (16,)  # hidden, of the policy: larger ones generalise worse
     critic_layers: Layers = (64, 64)
-    log_std: Annotated[float, Within(-10.0, 2.0)] = -1.6  # initial, of actions; not used op by op
+    log_std: Annotated[float, Within(-10.0, 2.0)] = -1.6  # initial, of actions
     average_rollouts: Annotated[int, Within(1, 10**6)] = 1  # of the policy's averaging window
     reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
 
@@ -121,20 +115,6 @@ class Ppo:
             return self.learning_rate
         part = min(share, 1.0)
         return (1.0 - part) * self.learning_rate + part * self.final_learning_rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Imitation:
-    """Pretraining by imitation of the weights that a short evolution finds for each graph."""
-
-    graphs: Annotated[int, Within(0, 100_000)] = 0  # the first ones of all stages in turn; 0: none
-    decodes: Annotated[int, Within(1, 10**6)] = 150  # of each evolution
-    sigma: Annotated[float, Within(1e-6, 10.0)] = 0.25
-    epochs: Annotated[int, Within(1, 10_000)] = 10  # of regression: with more it generalises worse
-    learning_rate: LearningRate = 1e-3
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +151,6 @@ class TrainingConfig:
     """Configuration of a training; see the module's docstring."""
 
     format: Literal["placer-training/1"] = FORMAT
-    algorithm: Algorithm = "ppo"
     backend: Literal["simulated", "measured"] = "simulated"
     start: str = ""  # policy to begin with
     seeds: Annotated[int, Within(1, 1000)] = 5
@@ -183,21 +162,13 @@ class TrainingConfig:
     checkpoint_rollouts: Annotated[int, Within(1, 10**6)] = 20
     length: Length = field(default_factory=lambda: Length(decodes=350_000))
     ppo: Ppo = field(default_factory=Ppo)
-    imitation: Imitation = field(default_factory=Imitation)
     stage: Annotated[tuple[Stage, ...], Items(1, 100)] = field(default_factory=lambda: (Stage(),))
     test: Testing = field(default_factory=Testing)
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        op_by_op = self.algorithm == "maskable-ppo"
-        if op_by_op and self.imitation.graphs:
-            raise ValueError("imitation: only scheduler weights are imitated, with algorithm ppo")
-        if op_by_op and self.workers != 0:
-            raise ValueError("workers decode: with algorithm maskable-ppo leave them out")
-        if op_by_op and (self.start or self.backend == "measured"):
-            raise ValueError("start and backend measured need algorithm ppo")
         if self.backend == "measured":
-            for name in ("workers", "imitation", "stage", "test"):
+            for name in ("workers", "stage", "test"):
                 if getattr(self, name) != getattr(SIMULATED, name):
                     raise ValueError(f"{name}: with backend measured leave it out")
 

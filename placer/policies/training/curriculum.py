@@ -54,9 +54,3 @@ class Curriculum:
     def scale(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return mean and standard deviation (F,) of the summaries of all stages."""
         return pool_scale(self.pool)
-
-    def in_turn(self, count: int) -> NDArray[np.int64]:
-        """Return the first ``count`` graphs (or all), taken from the stages in turn."""
-        longest = max(len(stage) for stage in self.stages)
-        turns = [stage[i] for i in range(longest) for stage in self.stages if i < len(stage)]
-        return np.array(turns[:count], np.int64)

@@ -1,4 +1,4 @@
-"""An algorithm of stable-baselines3 that learns rollout by rollout and can be saved in between."""
+"""PPO of stable-baselines3, which learns rollout by rollout and can be saved in between."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from placer.policies.network import Policy
+from placer.policies.scheduler_env import SchedulerBatch
 from placer.policies.training.config import TrainingConfig
 
 LOGGED: Final = {
@@ -30,22 +29,6 @@ LOGGED: Final = {
     "clip_fraction": "train/clip_fraction",
 }
 """{column of the log: name in stable-baselines3}."""
-
-
-class Batch(Protocol):
-    """A VecEnv that can be saved and draws problems from a pool."""
-
-    def choose(self, numbers: NDArray[np.int64]) -> None:
-        """Restrict drawing to the problems ``numbers`` from now on."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return its state, JSON compatible."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Continue from a state; return the last observations."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,9 +46,8 @@ class Learner:
     from them during training.
     """
 
-    def __init__(self, config: TrainingConfig, seed: int, batch: Any) -> None:
-        """Create the learner; ``batch`` is a VecEnv and a :class:`Batch`."""
-        self.batch: Batch = batch
+    def __init__(self, config: TrainingConfig, seed: int, batch: SchedulerBatch) -> None:
+        self.batch = batch
         self.learning_rate = config.ppo.learning_rate
         self.model = _model(config, seed, batch, lambda _: self.learning_rate)
         self._average = _average(self.model.policy, config.ppo.average_rollouts)
@@ -98,12 +80,11 @@ class Learner:
         self._average.update_parameters(self.model.policy)
         told = self.model.logger.name_to_value
         ratios = np.array(self._ratios.found)
-        log_std = getattr(self.model.policy, "log_std", None)
         return {
             "decodes": self.decodes,
             "mean_ratio": float(np.exp(np.log(ratios).mean())) if len(ratios) else np.nan,
             "best_ratio": float(ratios.min()) if len(ratios) else np.nan,
-            "log_std": np.nan if log_std is None else float(log_std.detach().mean()),
+            "log_std": float(self.model.policy.log_std.detach().mean()),
             **{column: float(told.get(name, np.nan)) for column, name in LOGGED.items()},
             "learning_rate": self.learning_rate,
         }
@@ -229,35 +210,33 @@ class _Ratios(BaseCallback):
         return True
 
 
-def _model(config: TrainingConfig, seed: int, batch: Any, learning_rate: Any) -> OnPolicyAlgorithm:
+def _model(config: TrainingConfig, seed: int, batch: SchedulerBatch, learning_rate: Any) -> PPO:
     ppo = config.ppo
-    sequential = config.algorithm == "maskable-ppo"
-    options: dict[str, Any] = {
-        "learning_rate": learning_rate,
-        "n_steps": ppo.steps,
-        "batch_size": ppo.batch_size,
-        "n_epochs": ppo.epochs,
-        "gamma": 1.0,
-        "gae_lambda": 1.0,
-        "clip_range": ppo.clip,
-        "ent_coef": ppo.entropy,
-        "policy_kwargs": {"net_arch": {"pi": list(ppo.layers), "vf": list(ppo.critic_layers)}},
-        "seed": seed,
-        "device": config.device,
-    }
-    if not sequential:
-        options["policy_kwargs"]["log_std_init"] = ppo.log_std
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "You are trying to run", UserWarning
-        )  # on a GPU: chosen by the user
-        kind = MaskablePPO if sequential else PPO
-        model: OnPolicyAlgorithm = kind("MlpPolicy", batch, **options)
+        # On a GPU, which the user has chosen.
+        warnings.filterwarnings("ignore", "You are trying to run", UserWarning)
+        model = PPO(
+            "MlpPolicy",
+            batch,
+            learning_rate=learning_rate,
+            n_steps=ppo.steps,
+            batch_size=ppo.batch_size,
+            n_epochs=ppo.epochs,
+            gamma=1.0,
+            gae_lambda=1.0,
+            clip_range=ppo.clip,
+            ent_coef=ppo.entropy,
+            policy_kwargs={
+                "net_arch": {"pi": list(ppo.layers), "vf": list(ppo.critic_layers)},
+                "log_std_init": ppo.log_std,
+            },
+            seed=seed,
+            device=config.device,
+        )
     model.set_logger(Logger(folder=None, output_formats=[]))
-    if not sequential:
-        with torch.no_grad():  # the initial mean is HEFT
-            for parameter in model.policy.action_net.parameters():
-                parameter.zero_()
+    with torch.no_grad():  # the initial mean is HEFT
+        for parameter in model.policy.action_net.parameters():
+            parameter.zero_()
     return model
 
 

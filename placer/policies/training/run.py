@@ -25,7 +25,7 @@ import torch
 from envs.hardware.discover import available_memory_bytes
 from envs.hardware.torch_devices import one_thread
 from placer.policies.decoders import Decoders
-from placer.policies.network import path_of
+from placer.policies.network import FORMAT, path_of
 from placer.policies.records import plain
 from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
 from placer.policies.training.config import MEASURED as MEASURED_CONFIG
@@ -34,7 +34,7 @@ from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
 from placer.policies.training.scores import MEANING, MEASURED, mean, table
-from placer.policies.training.tasks import Task, task_for
+from placer.policies.training.task import Task
 from placer.version import VERSION
 
 if TYPE_CHECKING:
@@ -101,14 +101,13 @@ def train(
             raise ValueError(
                 f"{path}: the training that began had other graphs: give --fresh to begin anew"
             )
-        task = stack.enter_context(closing(task_for(config, curriculum, decoders)))
+        task = stack.enter_context(closing(Task(config, curriculum, decoders)))
         log = stack.enter_context(Log(out, keep_bytes=checkpoint.log_bytes if checkpoint else 0))
         finished = _Run(config, curriculum, task, log, path, tell).seeds(checkpoint)
-        kept = most_helpful([own.data for own in finished], task.keeps)
+        kept = most_helpful([own.data for own in finished], config.keep)
         together = task.together([finished[i].tensors for i in kept], curriculum.tests)
         card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
-    if together is not None:
-        card["together"] = table(curriculum.tests, *together)
+    card["together"] = table(curriculum.tests, *together)
     task.save(out, card, [finished[i].tensors for i in kept])
     path.unlink(missing_ok=True)
     return card
@@ -174,7 +173,7 @@ class _Run:
         clock = time.process_time if alone else time.perf_counter
         began = clock()
         if checkpoint is None:
-            learner = self.task.learner(seed, lambda _, text: self._tell(0.0, text))
+            learner = self.task.learner(seed)
         else:
             learner = self.task.blank(seed)
             learner.restore(checkpoint.learner)
@@ -249,7 +248,7 @@ def _card(
 ) -> dict[str, Any]:
     rows = [{k: v for k, v in own.data.items() if k != RATIOS} for own in finished]
     return {
-        "format": task.format,
+        "format": FORMAT,
         "name": name,
         "trained_on": _trained_on(config, curriculum),
         "config": plain(config),

@@ -65,9 +65,6 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
         ('workers = "rat"', "workers is 'rat'"),
         ("[ppo]\nlayers = 64", "ppo.layers is 64, not a list"),
         ("stage = []", "number of items of stage is 0"),
-        ('algorithm = "maskable-ppo"\n[imitation]\ngraphs = 2', "only scheduler weights"),
-        ('algorithm = "maskable-ppo"\nworkers = 2', "leave them out"),
-        ('algorithm = "maskable-ppo"\nstart = "generalist"', "need algorithm ppo"),
         ('backend = "measured"\nworkers = 2', "workers: with backend measured"),
         ('backend = "measured"\n[[stage]]\ngraphs = 2', "stage: with backend measured"),
         ("seeds = = 2", "line 2"),
@@ -229,9 +226,6 @@ def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
     assert policy.name == "tiny"
     assert len(policy.card["seeds"]) == 2
     assert policy.card["trained_on"]["families"] == ["grid"]
-    config.write_text(toml(replace(TINY, algorithm="maskable-ppo")))
-    with pytest.raises(ValueError, match="op by op"):
-        placer.train(tmp_path / "tiny", config)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""What a training learns: scheduler weights for a problem, by PPO; an episode is one decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from stable_baselines3.common.policies import BasePolicy
+
+from placer.policies.decoders import Decoders, InProcess, Processes
+from placer.policies.network import Policy, load
+from placer.policies.pool import Exercise
+from placer.policies.rewards import Rewards, relative_rewards
+from placer.policies.scheduler_env import SchedulerBatch
+from placer.policies.training.config import TrainingConfig
+from placer.policies.training.curriculum import Curriculum
+from placer.policies.training.learner import Learner, exported, imported
+from placer.policies.training.scores import baselines, scores
+
+Ratios: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Ratios to the reference, (B,): of one placement each, and of the best of 16."""
+
+
+class Task:
+    """Makes the learners of all seeds, and scores and writes what they learned.
+
+    ``decoders`` hold the training graphs and are closed with the task; with measured steps they
+    hold those to score on, too.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, curriculum: Curriculum, decoders: Decoders | None = None
+    ) -> None:
+        self.config = config
+        self.curriculum = curriculum
+        self.decoders = decoders or _decoders(config, curriculum)
+        self.start = load(config.start) if config.start else None
+        self.scale = curriculum.scale()
+        if self.start is not None:
+            self.scale = self.start.feature_mean, self.start.feature_deviation
+        self._scored = self.decoders if config.backend == "measured" else None
+        self._relative: Rewards | None = None
+
+    def blank(self, seed: int) -> Learner:
+        """Return a learner to be restored."""
+        return Learner(self.config, seed, self._batch(seed))
+
+    def learner(self, seed: int) -> Learner:
+        """Return a new learner, which begins with the policy ``start`` or with HEFT."""
+        learner = self.blank(seed)
+        if self.start is not None:
+            imported(learner.model.policy, self.start)
+        return learner
+
+    def _batch(self, seed: int) -> SchedulerBatch:
+        if self._relative is None and self.config.ppo.reward == "relative":
+            references = np.array([item.reference_ns for item in self.curriculum.pool], np.int64)
+            deviation = math.exp(self.config.ppo.log_std)
+            self._relative = relative_rewards(self.decoders, references, deviation)
+        return SchedulerBatch(
+            self.curriculum.pool,
+            self.config.ppo.environments,
+            seed,
+            self.decoders,
+            scale=self.scale,
+            rewards=self._relative,
+        )
+
+    def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
+        """Return the tensors of the trained policy."""
+        return exported(network, "", *self.scale).tensors()
+
+    def scores(self, network: BasePolicy, pool: Sequence[Exercise]) -> Ratios:
+        """Return the scores of a network."""
+        return scores(exported(network, "", *self.scale), pool, decoders=self._scored)
+
+    def together(self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]) -> Ratios:
+        """Return the scores of policies that propose together."""
+        return scores(_joined("", {}, tensors), pool, decoders=self._scored)
+
+    def baselines(self, pool: Sequence[Exercise]) -> dict[str, float]:
+        """Return the scores of heuristics and of untrained scheduler weights."""
+        return baselines(math.exp(self.config.ppo.log_std), pool, self._scored)
+
+    def save(
+        self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write ``path``.safetensors and ``path``.json, from the best policy and others."""
+        _joined(path.name, card, tensors).save(path)
+
+    def close(self) -> None:
+        """Release processes and connections."""
+        self.decoders.close()
+
+
+def _joined(name: str, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]) -> Policy:
+    first, *others = (Policy.of(name, card, own) for own in tensors)
+    return replace(first, others=tuple(others))
+
+
+def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
+    evaluators = [item.evaluator for item in curriculum.pool]
+    if config.workers == "ray":
+        from placer.policies.ray_decoders import RayTasks
+
+        return RayTasks(evaluators, config.ray_address)
+    return Processes(evaluators, config.workers) if config.workers else InProcess(evaluators)
