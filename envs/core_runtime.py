@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from envs.backend import ProgressCallback
 from envs.costs.cached_costs import OpCosts, first_of_kinds
-from envs.costs.ops import core_costs, known_core_costs
+from envs.costs.ops import core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError, once_more
@@ -79,14 +79,14 @@ class CoreRuntime:
             [device for device in cluster.devices if is_local_core_set(device.name)]
         )
         described = [device for device in cluster.devices if device.kind not in here]
-        costs = core_costs(self.extraction, here, fresh=fresh, progress=progress) if here else {}
+        costs = core_costs(self.extraction, progress).costs(here, fresh=fresh) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():
             costs[kind] = OpCosts.of_one_source(cost_s, SOURCE)
         return costs
 
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
         """Return the cached costs on cores of this machine, None unless all ops are cached."""
-        return known_core_costs(self.extraction, first_of_kinds(cluster.devices))
+        return core_costs(self.extraction).known(first_of_kinds(cluster.devices))
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with all its memory."""

@@ -21,8 +21,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from envs.backend import ProgressCallback
-from envs.costs.cached_costs import OpCosts
-from envs.costs.calls import call_costs, known_call_costs
+from envs.costs.cached_costs import OpCosts, first_of_kinds
+from envs.costs.calls import call_costs
 from envs.costs.modules import torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.state_devices import put_back
@@ -78,13 +78,15 @@ class TorchRuntime:
         """Return the costs of calls alone, or of modules in context, which are never cached."""
         if self.call_graph is None:
             return torch_module_costs(self.extraction, cluster, progress=progress)
-        return call_costs(self.extraction, self.call_graph, cluster, fresh=fresh, progress=progress)
+        costs = call_costs(self.extraction, self.call_graph, progress)
+        return costs.costs(first_of_kinds(cluster.devices), fresh=fresh)
 
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
         """Return the cached costs of the calls, None unless all are cached."""
         if self.call_graph is None:
             return None
-        return known_call_costs(self.extraction, self.call_graph, cluster)
+        costs = call_costs(self.extraction, self.call_graph)
+        return costs.known(first_of_kinds(cluster.devices))
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.

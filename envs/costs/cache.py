@@ -134,8 +134,8 @@ class CostCache:
         for signature, cost_s, measured, spread in rows or ():
             if _is_cost(cost_s) and _is_session(measured, spread):
                 sessions[signature].append((cost_s, measured, spread))
-        found = {signature: _agreed(own) for signature, own in sessions.items()}
-        return {signature: cost for signature, cost in found.items() if cost is not None}
+        combined = {signature: _combined(each) for signature, each in sessions.items()}
+        return {signature: cost for signature, cost in combined.items() if cost is not None}
 
     def store(self, conditions: Conditions, session: Session) -> None:
         """Store a session, without times that are not above 0 or not below ``LONGEST_S``."""
@@ -147,9 +147,7 @@ class CostCache:
     def holdings(self) -> list[Holding]:
         """Return what the cache holds, by conditions.
 
-        Raises:
-            ValueError: the file is damaged or not a cache of op costs.
-            OSError: the file cannot be read.
+        Raises UnreadableCacheError for a damaged or foreign file, OSError if it cannot be read.
         """
         if self._is_empty():
             return []
@@ -158,7 +156,7 @@ class CostCache:
             "min(measured), max(measured) FROM session JOIN cost ON session = id "
             "GROUP BY kind, hardware, torch ORDER BY kind, hardware, torch"
         )
-        with self._told(), self._opened() as file:
+        with self._errors(), self._opened() as file:
             rows = file.execute(query).fetchall()
             check_printable([list(row) for row in rows], "the cache of op costs")
             return [
@@ -173,14 +171,9 @@ class CostCache:
             ]
 
     def clear(self, kind: str) -> None:
-        """Delete the times of one kind of device.
-
-        Raises:
-            ValueError: the file is damaged or not a cache of op costs.
-            OSError: the file cannot be written.
-        """
+        """Delete the times of one kind of device; raises as :meth:`holdings` does."""
         if self.path.exists():
-            with self._told(), self._opened(write=True) as file:
+            with self._errors(), self._opened(write=True) as file:
                 of_kind = "SELECT id FROM session WHERE kind = ?"
                 file.execute(f"DELETE FROM cost WHERE session IN ({of_kind})", [kind])
                 file.execute("DELETE FROM session WHERE kind = ?", [kind])
@@ -193,11 +186,7 @@ class CostCache:
         return [name for name in names if os.path.lexists(name)]
 
     def _is_empty(self) -> bool:
-        """Return whether nothing was ever stored; a full disk may leave a file without tables.
-
-        Raises:
-            OSError: the path is a link to a missing file.
-        """
+        """Return whether nothing was ever stored; a full disk may leave a file without tables."""
         if self.path.exists():
             return self.path.stat().st_size == 0
         if self.path.is_symlink():
@@ -293,7 +282,8 @@ class CostCache:
             )
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
+        """Turn errors of SQLite into UnreadableCacheError or OSError."""
         try:
             yield
         except sqlite3.Error as error:
@@ -344,7 +334,7 @@ def _is_session(measured: object, spread: object) -> bool:
     return isinstance(measured, str) and isinstance(spread, float) and spread >= 0.0
 
 
-def _agreed(sessions: list[tuple[float, str, float]]) -> KnownCost | None:
+def _combined(sessions: list[tuple[float, str, float]]) -> KnownCost | None:
     calm = [session for session in sessions if session[2] <= CALM_SPREAD]
     counting = calm or sessions
     if not calm and len(sessions) < SESSIONS_IF_NOISY:

@@ -33,68 +33,63 @@ class OpCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachedCosts:
+class MeasuredCosts:
     """Costs of the ops of one step, from the cache or measured now; see :mod:`envs.costs.cache`.
 
-    ``signatures`` (N,) identify the ops: equal signatures, equal cost. ``method`` tells how they
+    ``profile`` returns {device kind: seconds of every op in every run, (R, N) or (N,)} for one
+    device of each kind; nan for an op that does not fit on the device. ``signatures`` (N,) identify
+    the ops: equal signatures, equal cost; None if they cannot be cached. ``method`` says how they
     are measured and ends the source of each cost. With ``launched`` a cached time includes the
     launch overhead of its device, which the costs themselves exclude.
     """
 
-    signatures: Sequence[str]
+    profile: Callable[[Sequence[Device]], Mapping[str, NDArray[np.float64]]]
     method: str
+    signatures: Sequence[str] | None = None
     launched: bool = False
 
-    def known(self, devices: Mapping[str, Device]) -> dict[str, OpCosts]:
-        """Return {device kind: costs} for the kinds of devices with all costs in the cache.
+    def known(self, devices: Mapping[str, Device]) -> dict[str, OpCosts] | None:
+        """Return {device kind: costs}, or None unless all are in the cache."""
+        known = self._cached(devices)
+        return known if known.keys() == devices.keys() else None
 
-        Raises:
-            ValueError: a device does not exist on this machine.
+    def costs(self, devices: Mapping[str, Device], *, fresh: bool = False) -> dict[str, OpCosts]:
+        """Return {device kind: costs}; kinds that the cache lacks are profiled and stored there.
+
+        ``devices`` holds a device of this machine for each kind. ``fresh`` ignores the cache, but
+        stores the new measurements.
         """
-        cache = CostCache()
-        found: dict[str, OpCosts] = {}
-        for kind, device in devices.items():
-            known = cache.known(conditions_of(device), self.signatures)
-            if not all(signature in known for signature in self.signatures):
-                continue
-            own = [known[signature] for signature in self.signatures]
-            times_s = np.array([cost.cost_s for cost in own])
-            found[kind] = OpCosts(
-                cost_s=np.maximum(times_s - self._overhead_s(device), 0.0),
-                sources=[f"cached, measured {cost.measured}{self.method}" for cost in own],
-            )
-        return found
-
-    def costs(
-        self,
-        devices: Mapping[str, Device],
-        profile: Callable[[list[Device]], Mapping[str, NDArray[np.float64]]],
-        *,
-        fresh: bool = False,
-    ) -> dict[str, OpCosts]:
-        """Return {device kind: costs}; what the cache lacks is profiled and stored there.
-
-        Args:
-            devices: {device kind: a device of this machine}.
-            profile: returns {device kind: seconds of every op in every run, (R, N)}; nan for an op
-                that does not fit on the device.
-            fresh: ignore the cache, but store the new measurements.
-
-        Raises:
-            ValueError: a device does not exist on this machine.
-        """
-        found = {} if fresh else self.known(devices)
-        missing = [device for kind, device in devices.items() if kind not in found]
+        costs = {} if fresh else self._cached(devices)
+        missing = [device for kind, device in devices.items() if kind not in costs]
         if not missing:
-            return found
+            return costs
         today = datetime.date.today().isoformat()
-        for kind, runs_s in profile(missing).items():
-            times_s = runs_s + self._overhead_s(devices[kind])
-            session = session_of(times_s, self.signatures, today)
-            CostCache().store(conditions_of(devices[kind]), session)
+        for kind, times_s in self.profile(missing).items():
+            runs_s = np.atleast_2d(times_s)
+            if self.signatures is not None:
+                with_launch_s = runs_s + self._overhead_s(devices[kind])
+                session = session_of(with_launch_s, self.signatures, today)
+                CostCache().store(conditions_of(devices[kind]), session)
             cost_s = np.median(runs_s, axis=0)
-            found[kind] = OpCosts.of_one_source(cost_s, f"measured {today}{self.method}")
-        return found
+            costs[kind] = OpCosts.of_one_source(cost_s, f"measured {today}{self.method}")
+        return costs
+
+    def _cached(self, devices: Mapping[str, Device]) -> dict[str, OpCosts]:
+        """Return the costs of those kinds of devices that have all of them in the cache."""
+        cached: dict[str, OpCosts] = {}
+        signatures = self.signatures
+        if signatures is None:
+            return cached
+        for kind, device in devices.items():
+            known = CostCache().known(conditions_of(device), signatures)
+            if all(signature in known for signature in signatures):
+                ops = [known[signature] for signature in signatures]
+                times_s = np.array([op.cost_s for op in ops])
+                cached[kind] = OpCosts(
+                    cost_s=np.maximum(times_s - self._overhead_s(device), 0.0),
+                    sources=[f"cached, measured {op.measured}{self.method}" for op in ops],
+                )
+        return cached
 
     def _overhead_s(self, device: Device) -> float:
         return device.launch_s if self.launched else 0.0
@@ -136,7 +131,7 @@ def session_of(runs_s: NDArray[np.float64], signatures: Sequence[str], day: str)
         low, middle, high = np.quantile(runs_s.sum(axis=1), [0.25, 0.5, 0.75])
         spread = float((high - low) / middle)
     return Session(
-        cost_s={signature: _median(runs_s[:, own]) for signature, own in ops.items()},
+        cost_s={signature: _median(runs_s[:, where]) for signature, where in ops.items()},
         runs=len(runs_s),
         spread=spread,
         measured=day,

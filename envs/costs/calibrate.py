@@ -77,10 +77,6 @@ class Calibration:
         """Measure the cluster, and store it unless other processes used the cores meanwhile.
 
         A cache that cannot be written is not an error.
-
-        Raises:
-            WorkerError: a worker did not start.
-            OSError: there is too little memory, or too many processes or open files.
         """
         measured = self.measure(self.devices)
         if not contention_warning(measured):
@@ -132,32 +128,30 @@ def calibrate(cluster: Cluster) -> Cluster:
 
     The first pair of each two kinds is measured, both for the link and for the speeds of its
     devices. Of several measurements of one kind of device the last counts.
-
-    Raises:
-        WorkerError: a worker did not start.
     """
-    rates: dict[str, _Rates] = {}
+    rates: dict[str, tuple[float, float]] = {}  # flop/s and bytes/s, by kind
     contention: dict[str, float] = {}
     hand_offs: dict[tuple[str, str], tuple[float, float]] = {}
-    pairs: list[tuple[Device, Device | None]] = [*_pairs(cluster.devices)]
-    for a, b in pairs or [(cluster.devices[0], None)]:
-        if b is None or (a.kind, b.kind) not in hand_offs:
-            with WorkerPool(_PROGRAM, [a] if b is None else [a, b]) as pool:
-                rates[a.kind] = _device_rates(pool, 0)
-                contention[a.name] = rates[a.kind].contention
-                if b is not None:
-                    rates[b.kind] = _device_rates(pool, 1)
-                    contention[b.name] = rates[b.kind].contention
-                    slower = min(rates[a.kind].bytes_per_s, rates[b.kind].bytes_per_s)
-                    hand_offs[a.kind, b.kind] = _hand_off(pool, slower)
+    pairs: Sequence[tuple[Device, ...]] = _pairs(cluster.devices)
+    for pair in pairs or [cluster.devices]:
+        kinds = tuple(device.kind for device in pair)
+        if kinds in hand_offs:
+            continue
+        with WorkerPool(_PROGRAM, pair) as pool:
+            for number, device in enumerate(pair):
+                *rate, contention[device.name] = _device_rates(pool, number)
+                rates[device.kind] = (rate[0], rate[1])
+            if len(kinds) == 2:
+                slower = min(rates[kind][1] for kind in kinds)
+                hand_offs[kinds[0], kinds[1]] = _hand_off(pool, slower)
     source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}"
     devices = tuple(
         replace(
             device,
-            peak_flop_per_s=rates[device.kind].flop_per_s,
-            bandwidth_bytes_per_s=rates[device.kind].bytes_per_s,
+            peak_flop_per_s=rates[device.kind][0],
+            bandwidth_bytes_per_s=rates[device.kind][1],
             source=source,
-            contention=told if (told := contention.get(device.name, 0.0)) > CONTENDED else 0.0,
+            contention=ratio if (ratio := contention.get(device.name, 0.0)) > CONTENDED else 0.0,
         )
         for device in cluster.devices
     )
@@ -173,30 +167,24 @@ def calibrate(cluster: Cluster) -> Cluster:
     return replace(cluster, devices=devices, links=links)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    flop_per_s: float
-    bytes_per_s: float
-    contention: float  # wall over CPU time
-
-
 def _pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
     return list(itertools.combinations(devices, 2))
 
 
-def _device_rates(pool: WorkerPool, device: int) -> _Rates:
-    """Time matrix products for arithmetic, and an addition larger than caches for memory traffic.
+def _device_rates(pool: WorkerPool, device: int) -> tuple[float, float, float]:
+    """Return flop/s, bytes/s and contention, the ratio of wall to CPU time.
 
-    On several cores ops are timed by the wall clock, which does not show contention.
+    Matrix products show arithmetic, an addition larger than caches memory traffic. On several cores
+    ops are timed by the wall clock, which does not show contention.
     """
     multiply, add = (
         _runs(pool, chain, [device] * len(chain), REPEATS) for chain in (_MULTIPLY, _ADD)
     )
     cpu_s = sum(float(run.cpu_s[device].sum()) for run in (*multiply, *add))
-    return _Rates(
-        flop_per_s=2 * MATRIX**3 / _op_s(multiply, device),
-        bytes_per_s=2 * STREAM_BYTES / _op_s(add, device),
-        contention=sum(run.wall_s for run in (*multiply, *add)) / cpu_s,
+    return (
+        2 * MATRIX**3 / _op_s(multiply, device),
+        2 * STREAM_BYTES / _op_s(add, device),
+        sum(run.wall_s for run in (*multiply, *add)) / cpu_s,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
-from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
+from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
 from envs.costs.signatures import node_signatures
 from envs.costs.torch_speeds import REPEATS, burst, calls_per_burst, seconds_per_call
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.updates import fused_update, updated_together
 from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
-from envs.hardware.cluster import Cluster, Device
+from envs.hardware.cluster import Device
 from envs.hardware.torch_devices import CPU, torch_device, unless_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
@@ -58,78 +58,50 @@ class CallCost:
 def call_costs(
     extraction: Extraction,
     calls: CallGraph,
-    cluster: Cluster,
-    *,
-    fresh: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, OpCosts]:
-    """Return the costs of the nodes of a call graph, {device kind: costs (M,)}, measured or cached.
+) -> MeasuredCosts:
+    """Return the costs of the nodes of a call graph on torch devices, one of each kind.
 
-    ``fresh`` ignores the cache but still stores the new measurements. The noise of a profile is
-    unknown: three of them make a cost known.
-
-    Raises:
-        ValueError: a device does not exist on this machine.
+    The noise of a profile is unknown: three of them make a cost known.
     """
-
-    def profile(missing: list[Device]) -> dict[str, NDArray[np.float64]]:
-        of_missing = Cluster(name=cluster.name, devices=tuple(missing))
-        costs_s = profile_calls(extraction, calls, of_missing, progress=progress)
-        return {kind: cost_s[None] for kind, cost_s in costs_s.items()}
-
-    return _cached(extraction, calls).costs(first_of_kinds(cluster.devices), profile, fresh=fresh)
-
-
-def known_call_costs(
-    extraction: Extraction, calls: CallGraph, cluster: Cluster
-) -> dict[str, OpCosts] | None:
-    """Return the costs of :func:`call_costs` if all are in the cache, else None.
-
-    Raises:
-        ValueError: a device does not exist on this machine.
-    """
-    devices = first_of_kinds(cluster.devices)
-    found = _cached(extraction, calls).known(devices)
-    return found if found.keys() == devices.keys() else None
-
-
-def _cached(extraction: Extraction, calls: CallGraph) -> CachedCosts:
-    signatures = node_signatures(extraction, calls)
-    return CachedCosts(signatures=signatures, method=", each call alone", launched=True)
+    return MeasuredCosts(
+        profile=partial(profile_calls, extraction, calls, progress=progress),
+        method=", each call alone",
+        signatures=node_signatures(extraction, calls),
+        launched=True,
+    )
 
 
 def profile_calls(
     extraction: Extraction,
     calls: CallGraph,
-    cluster: Cluster,
+    devices: Sequence[Device],
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """Measure the seconds of every node of a call graph, {device kind: (M,)}.
 
     A call costs the longer of its time on the device and its launch time, see
-    :func:`envs.costs.torch_speeds.seconds_per_call`. The launch cost of the device in ``cluster``,
-    which is added to every node of a problem, is subtracted. A node that does not fit on the device
-    costs nan. Accumulating gradients is not counted.
-
-    Raises:
-        ValueError: a device is not on this machine, or the model has no values (meta device).
+    :func:`envs.costs.torch_speeds.seconds_per_call`. The launch cost of the device, which is added
+    to every node of a problem, is subtracted. A node that does not fit on the device costs nan.
+    Accumulating gradients is not counted.
     """
-    first_of = first_of_kinds(cluster.devices)
+    first_of = first_of_kinds(devices)
     profilers = {
         kind: _Profiler(torch_device(device.name), extraction.step.dtype)
         for kind, device in sorted(first_of.items())
     }
-    limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
+    limits = {torch_device(device.name): device.memory_bytes for device in devices}
     costs: dict[str, dict[str, CallCost]] = {kind: {} for kind in profilers}
     backwards = backward_nodes(extraction, calls)
     total = len(extraction.forward.calls)
     with torch_devices.limited(limits), fork_rng(range(torch.cuda.device_count())):
         for done, (call, values, gradients) in enumerate(_walk(extraction), 1):
             if not call.is_free:
-                asked = _Asked(call, values, gradients if call.key in backwards else frozenset())
+                needing = gradients if call.key in backwards else frozenset()
+                inputs = _CallInputs(call, values, needing)
                 for kind, profiler in profilers.items():
-                    costs[kind][call.key] = profiler.cost(asked)
+                    costs[kind][call.key] = profiler.cost(inputs)
             if progress is not None:
                 progress(done, total)
         updates = {
@@ -137,19 +109,19 @@ def profile_calls(
             for kind, profiler in profilers.items()
         }
     return {
-        kind: _by_node(calls, backwards, own, updates[kind], first_of[kind].launch_s)
-        for kind, own in costs.items()
+        kind: _by_node(calls, backwards, of_calls, updates[kind], first_of[kind].launch_s)
+        for kind, of_calls in costs.items()
     }
 
 
 def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
     """Return {key of a call: node of its first backward op}, for calls that have one."""
-    found: dict[str, int] = {}
+    nodes: dict[str, int] = {}
     phases = [data["phase"] for _, data in extraction.graph.nodes(data=True)]
     for key, node, phase in zip(extraction.call_of, calls.node_of.tolist(), phases, strict=True):
         if phase == PHASES[BACKWARD]:
-            found.setdefault(key, node)
-    return found
+            nodes.setdefault(key, node)
+    return nodes
 
 
 def _by_node(
@@ -170,7 +142,7 @@ def _by_node(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _CallInputs:
     """A call with the values it reads on the host, and which of them need a gradient."""
 
     call: ForwardCall
@@ -187,8 +159,8 @@ class _Asked:
             if a.alias_info is not None and a.alias_info.is_write
         ]
         args, kwargs = self.call.args, self.call.kwargs
-        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in names]
-        refs = tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, Ref))
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in names]
+        refs = tree_leaves(written, is_leaf=lambda leaf: isinstance(leaf, Ref))
         return self.gradients & {ref.value for ref in refs if isinstance(ref, Ref)}
 
     def signature(self) -> object:
@@ -215,24 +187,26 @@ class _Profiler:
     dtype: str
     known: dict[object, CallCost] = field(default_factory=dict)
 
-    def cost(self, asked: _Asked) -> CallCost:
-        signature = asked.signature()
+    def cost(self, inputs: _CallInputs) -> CallCost:
+        signature = inputs.signature()
         if signature not in self.known:
-            with timed_within_bounds(asked.call.key, self.device):
-                found = unless_out_of_memory(partial(self._timed, asked), self.device)
-            self.known[signature] = found or CallCost(math.nan, math.nan)
+            with timed_within_bounds(inputs.call.key, self.device):
+                cost = unless_out_of_memory(partial(self._timed, inputs), self.device)
+            self.known[signature] = cost or CallCost(math.nan, math.nan)
         return self.known[signature]
 
-    def _timed(self, asked: _Asked) -> CallCost:
-        written = bool(asked.call.writes)
-        here = {v: asked.values[v].detach().to(self.device, copy=written) for v in asked.call.reads}
-        if not asked.gradients:
+    def _timed(self, inputs: _CallInputs) -> CallCost:
+        written = bool(inputs.call.writes)
+        here = {
+            v: inputs.values[v].detach().to(self.device, copy=written) for v in inputs.call.reads
+        }
+        if not inputs.gradients:
             with torch.no_grad():
-                return CallCost(self._seconds(_bound(asked.call, here, self.device)))
-        leaves = _leaves(here, asked.gradients)
-        with torch.set_grad_enabled(not asked.written):  # a leaf cannot be written
-            forward_s = self._seconds(_bound(asked.call, leaves, self.device))
-        return CallCost(forward_s, self._backward_s(asked, here))
+                return CallCost(self._seconds(_bound(inputs.call, here, self.device)))
+        leaves = _leaves(here, inputs.gradients)
+        with torch.set_grad_enabled(not inputs.written):  # a leaf cannot be written
+            forward_s = self._seconds(_bound(inputs.call, leaves, self.device))
+        return CallCost(forward_s, self._backward_s(inputs, here))
 
     def _seconds(self, work: Callable[[], object]) -> float:
         with self._autocast():
@@ -243,19 +217,19 @@ class _Profiler:
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return autocast(self.dtype, [self.device.type], keeps_casts=False)
 
-    def _backward_s(self, asked: _Asked, here: Mapping[int, torch.Tensor]) -> float:
+    def _backward_s(self, inputs: _CallInputs, here: Mapping[int, torch.Tensor]) -> float:
         """Return the median seconds of a backward pass in a burst, 0 where there is none."""
-        if self._backward_burst(asked, here, 1) is None:
+        if self._backward_burst(inputs, here, 1) is None:
             return 0.0
-        alone_s = self._backward_burst(asked, here, 1) or 0.0
-        room = ROOM_BYTES // max(sum(here[v].nbytes for v in asked.gradients), 1)
+        alone_s = self._backward_burst(inputs, here, 1) or 0.0
+        room = ROOM_BYTES // max(sum(here[v].nbytes for v in inputs.gradients), 1)
         count = max(min(calls_per_burst(alone_s), MOST_BACKWARDS, room), 1)
         repeats = REPEATS if alone_s < LONG_S else FEWEST_REPEATS
-        bursts = [self._backward_burst(asked, here, count) or 0.0 for _ in range(repeats)]
+        bursts = [self._backward_burst(inputs, here, count) or 0.0 for _ in range(repeats)]
         return float(np.median(bursts)) / count
 
     def _backward_burst(
-        self, asked: _Asked, here: Mapping[int, torch.Tensor], count: int
+        self, inputs: _CallInputs, here: Mapping[int, torch.Tensor], count: int
     ) -> float | None:
         """Return the seconds of ``count`` backward passes that autograd runs in one call.
 
@@ -266,10 +240,10 @@ class _Profiler:
         outputs: list[torch.Tensor] = []
         with torch.enable_grad(), self._autocast():
             for _ in range(count):
-                own = _leaves(here, asked.gradients)
-                given = {v: t.clone() if v in asked.written else t for v, t in own.items()}
-                made = _bound(asked.call, given, self.device)()
-                leaves += [own[v] for v in asked.gradients]
+                copies = _leaves(here, inputs.gradients)
+                read = {v: t.clone() if v in inputs.written else t for v, t in copies.items()}
+                made = _bound(inputs.call, read, self.device)()
+                leaves += [copies[v] for v in inputs.gradients]
                 outputs += [
                     t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad
                 ]
@@ -369,20 +343,21 @@ def _update_costs(
     state = extraction.step.named_state()
     node_of = {id(state[n]): calls.node_of[op] for op, n in extraction.program.updates().items()}
     known: dict[object, float] = {}
-    found: defaultdict[int, float] = defaultdict(float)
+    update_s: defaultdict[int, float] = defaultdict(float)
     for together in updated_together(extraction):
         parameters = [state[name] for name in together.names]
         form = tuple((tuple(p.shape), p.stride(), p.dtype) for p in parameters)
         if form not in known:
             known[form] = _update_s(optimizer, parameters, device)
-        found[int(node_of[id(parameters[0])])] += known[form]
-    return dict(found)
+        update_s[int(node_of[id(parameters[0])])] += known[form]
+    return dict(update_s)
 
 
 def _update_s(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
     with timed_within_bounds(f"an update by {optimizer.kind}", device):
-        found = unless_out_of_memory(partial(_timed_update, optimizer, parameters, device), device)
-    return math.nan if found is None else found
+        work = partial(_timed_update, optimizer, parameters, device)
+        seconds = unless_out_of_memory(work, device)
+    return math.nan if seconds is None else seconds
 
 
 def _timed_update(

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,24 +39,8 @@ from graphs.extract.model_state import in_step_mode
 from graphs.extract.module_calls import ModuleCall, Unit, Units
 
 WARM_UP: Final = 2
+MODULE_BY_MODULE: Final = ", module by module"
 Result = TypeVar("Result")
-
-
-def core_module_costs(
-    extraction: Extraction,
-    devices: Mapping[str, Device],
-    *,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, OpCosts]:
-    """Return the costs of the ops of a graph of modules on cores, {device kind: costs}.
-
-    ``devices`` holds a core set of this machine for each kind.
-
-    Raises:
-        ExtractionError: as for :func:`profile_modules`.
-    """
-    costs_s = profile_modules(extraction, list(devices.values()), progress=progress)
-    return {kind: OpCosts.of_one_source(cost_s, _source()) for kind, cost_s in costs_s.items()}
 
 
 def torch_module_costs(
@@ -69,13 +54,11 @@ def torch_module_costs(
     The whole step runs on one device of each kind. If it does not fit, the roofline of the measured
     rates of the device is used. The launch overhead, which every op of a problem gets added, is
     subtracted.
-
-    Raises:
-        ValueError: a device does not exist on this machine.
     """
     first_of = first_of_kinds(cluster.devices)
     limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
-    found: dict[str, OpCosts] = {}
+    source = f"measured {datetime.date.today().isoformat()}{MODULE_BY_MODULE}"
+    costs: dict[str, OpCosts] = {}
     with torch_devices.limited(limits):
         for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
             where = torch_device(device.name)
@@ -85,18 +68,14 @@ def torch_module_costs(
                 )
             if launched_s is None:
                 modelled_s = roofline_costs(extraction.graph, [device])[kind]
-                found[kind] = OpCosts.of_one_source(modelled_s, SOURCE)
+                costs[kind] = OpCosts.of_one_source(modelled_s, SOURCE)
             else:
                 cost_s = np.maximum(launched_s - device.launch_s, 0.0)
-                found[kind] = OpCosts.of_one_source(cost_s, _source())
+                costs[kind] = OpCosts.of_one_source(cost_s, source)
             torch_devices.release(where)
             if progress is not None:
                 progress(done, len(first_of))
-    return found
-
-
-def _source() -> str:
-    return f"measured {datetime.date.today().isoformat()}, module by module"
+    return costs
 
 
 def profile_modules(
@@ -109,10 +88,8 @@ def profile_modules(
     """Return the seconds of every op of a graph of modules, {device kind: (N,)}.
 
     The cost of an op is its median CPU time over ``repeats`` runs; on a set of several cores its
-    wall time, since a thread's clock does not include other threads.
-
-    Raises:
-        ExtractionError: the model is on the meta device, or fails although it ran before.
+    wall time, since a thread's clock does not include other threads. ExtractionError: the model is
+    on the meta device, or fails although it ran before.
     """
     step = extraction.step
     if any(tensor.is_meta for tensor in step.named_state().values()):
@@ -121,24 +98,20 @@ def profile_modules(
             "timed; build it with memory, or extract it without costs"
         )
     first_of = first_of_kinds(devices)
-    total, costs_s = len(first_of), {}
+    costs_s = {}
     for done, (kind, device) in enumerate(sorted(first_of.items()), start=1):
         cores = cores_of(device.name)
         now = time.thread_time if len(cores) == 1 else time.perf_counter
         costs_s[kind] = _pinned(cores, partial(_profile, extraction, repeats, now, runnable))
         if progress is not None:
-            progress(done, total)
+            progress(done, len(first_of))
     return costs_s
 
 
 def profile_modules_on(
     device: torch.device, extraction: Extraction, *, repeats: int = 5
 ) -> NDArray[np.float64]:
-    """Return the seconds of every op of a graph of modules on a torch device, (N,), with launches.
-
-    Raises:
-        torch.OutOfMemoryError: the device cannot hold the whole step.
-    """
+    """Return the seconds of every op of a graph of modules on a torch device, launches included."""
 
     def now() -> float:
         synchronize(device)
@@ -165,7 +138,7 @@ def _profile(
     now: Callable[[], float],
     prepared: Callable[[Workload], AbstractContextManager[Workload]],
 ) -> NDArray[np.float64]:
-    # The step is prepared anew for every run.
+    """Return the median seconds of every op, (N,); the step is prepared anew for every run."""
     step = extraction.step
     runs = []
     with in_step_mode(step):
@@ -197,16 +170,16 @@ class _Clock(Units):
         """Run the step: forward, and backward if it is a training step."""
         with self.followed():
             self._began.at = self._now()
-            found = run_step(step)
+            outputs = run_step(step)
             self._charge(self.unit)
-            self.claim(found, self.unit)
+            self.claim(outputs, self.unit)
         if step.training:
-            assert isinstance(found, torch.Tensor)
+            assert isinstance(outputs, torch.Tensor)
             for node, unit in self.unit_of.items():
                 node.register_prehook(self._begin)
                 node.register_hook(partial(self._undone, unit))
             trained = [t for t in step.named_state().values() if t.requires_grad]
-            torch.autograd.grad(found, trained, allow_unused=True)
+            torch.autograd.grad(outputs, trained, allow_unused=True)
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Charge the time since the last hook to the caller."""
@@ -231,26 +204,17 @@ class _Clock(Units):
         self.backward_s[unit] += self._now() - self._began.at
 
 
-def _pinned(cores: tuple[int, ...] | list[int], work: Callable[[], Result]) -> Result:
-    # Runs ``work`` in a new thread on these cores, with as many torch threads.
-    results: list[Result] = []
-    errors: list[BaseException] = []
+def _pinned(cores: tuple[int, ...], work: Callable[[], Result]) -> Result:
+    """Run ``work`` in a new thread on these cores, with as many torch threads."""
 
-    def run() -> None:
-        try:
-            os.sched_setaffinity(0, cores)
-            torch.set_num_threads(len(cores))
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001  # raised again by the waiting thread
-            errors.append(error)
+    def run() -> Result:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        return work()
 
     threads = torch.get_num_threads()
-    worker = threading.Thread(target=run, name="placer-modules")
-    worker.start()
     try:
-        worker.join()
+        with ThreadPoolExecutor(1, thread_name_prefix="placer-modules") as pool:
+            return pool.submit(run).result()
     finally:
         torch.set_num_threads(threads)
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
-from envs.costs.modules import core_module_costs
+from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
+from envs.costs.modules import MODULE_BY_MODULE, profile_modules
 from envs.costs.signatures import op_signatures
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import once_more
@@ -30,56 +30,30 @@ PROFILE_TIMEOUT_S: Final = 600.0
 
 
 def core_costs(
-    extraction: Extraction,
-    devices: Mapping[str, Device],
-    *,
-    fresh: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, OpCosts]:
-    """Return the costs of the ops of a step on cores, {device kind: costs}, measured or cached.
+    extraction: Extraction, progress: Callable[[int, int], None] | None = None
+) -> MeasuredCosts:
+    """Return the costs of the ops of a step on core sets of this machine, one of each kind.
 
-    ``devices`` holds a core set of this machine for each kind. ``fresh`` ignores the cache but
-    still stores the new measurements. Ops of a graph of modules have no signature to cache them by.
-
-    Raises:
-        WorkerError: an op cannot run on a device.
-        ExtractionError: the graph is of modules, and they cannot be timed.
+    Ops of a graph of modules have no signature to cache them by. Measuring raises WorkerError where
+    an op cannot run on a device, ExtractionError where modules cannot be timed.
     """
     if extraction.step_program is None:
-        return core_module_costs(extraction, devices, progress=progress)
-    return _cached(extraction).costs(
-        devices,
-        lambda missing: profile_runs(extraction, missing, progress=progress),
-        fresh=fresh,
+        return MeasuredCosts(
+            profile=functools.partial(profile_modules, extraction, progress=progress),
+            method=MODULE_BY_MODULE,
+        )
+    return MeasuredCosts(
+        profile=functools.partial(profile_runs, extraction, progress=progress),
+        method=" in runs of the whole step",
+        signatures=op_signatures(extraction.program),
     )
-
-
-def known_core_costs(
-    extraction: Extraction, devices: Mapping[str, Device]
-) -> dict[str, OpCosts] | None:
-    """Return the costs of :func:`core_costs` if all are in the cache, else None."""
-    if extraction.step_program is None:
-        return None
-    found = _cached(extraction).known(devices)
-    return found if found.keys() == devices.keys() else None
-
-
-def _cached(extraction: Extraction) -> CachedCosts:
-    signatures = op_signatures(extraction.program)
-    return CachedCosts(signatures=signatures, method=" in runs of the whole step")
 
 
 class Profiler:
     """Runs a step on one pinned device and times every op. Use as a context manager."""
 
     def __init__(self, extraction: Extraction, device: Device) -> None:
-        """Start its worker.
-
-        Raises:
-            ValueError: the device is not a set of cores of this machine.
-            WorkerError: the worker does not start.
-            OSError: there is too little memory, or too many processes or open files.
-        """
+        """Start its worker."""
         self._program = extraction.program
         self._list = single_list(self._program)
         self._pool = WorkerPool(
@@ -106,9 +80,6 @@ class Profiler:
 
         On one core this is thread CPU time, which excludes time when other processes use the core;
         on several cores it is wall time, since that clock does not include other threads.
-
-        Raises:
-            WorkerError: an op cannot run on the device, or the worker died.
         """
         times_s = self._pool.run(self._number).cpu_s[0].tolist()
         cost_s = np.zeros(self._program.op_count)
@@ -127,31 +98,22 @@ def profile_runs(
 ) -> dict[str, NDArray[np.float64]]:
     """Return the seconds of every op in every run, {device kind: (repeats, N)}.
 
-    The whole step runs on the first device of each kind.
-
-    Raises:
-        WorkerError: an op cannot run on a device, or its worker died twice.
+    The whole step runs on the first device of each kind. A worker that dies is replaced once.
     """
     first_of = first_of_kinds(devices)
     total = len(first_of) * (WARM_UP + repeats)
     done = itertools.count(1)
 
-    def hear() -> None:
-        if progress is not None:
-            progress(min(next(done), total), total)
+    def runs_on(device: Device) -> NDArray[np.float64]:
+        runs: list[NDArray[np.float64]] = []
+        with Profiler(extraction, device) as profiler:
+            for _ in range(WARM_UP + repeats):
+                runs.append(profiler.run())
+                if progress is not None:
+                    progress(min(next(done), total), total)
+        return np.stack(runs[WARM_UP:])
 
     return {
-        kind: once_more(functools.partial(_runs, extraction, device, repeats, hear))
+        kind: once_more(functools.partial(runs_on, device))
         for kind, device in sorted(first_of.items())
     }
-
-
-def _runs(
-    extraction: Extraction, device: Device, repeats: int, hear: Callable[[], None]
-) -> NDArray[np.float64]:
-    runs: list[NDArray[np.float64]] = []
-    with Profiler(extraction, device) as profiler:
-        for _ in range(WARM_UP + repeats):
-            runs.append(profiler.run())
-            hear()
-    return np.stack(runs[WARM_UP:])

@@ -62,10 +62,6 @@ def check_cluster(cluster: Cluster) -> None:
     """Check that every device is on this machine or has rates.
 
     Torch devices run only if all devices are on this machine; otherwise they need rates, too.
-
-    Raises:
-        ValueError: a device has neither, two devices share a core, or all are on this machine but
-            mix cores with torch devices; says what to change.
     """
     if all(map(is_here, cluster.names)):
         check_devices(cluster.names)
@@ -111,32 +107,27 @@ def cluster_of(
 
 
 def check_rates(devices: Sequence[Device]) -> None:
-    """Check that devices have rates, equal for all devices of one kind.
-
-    Raises:
-        ValueError: rates are missing or differ; says what to change in the cluster file.
-    """
+    """Check that devices have rates, equal for all devices of one kind."""
     first_of: dict[str, Device] = {}
     for device in devices:
         lacking = [name for name in RATES if math.isnan(getattr(device, name))]
         if lacking:
             examples = " and ".join(f"{name} = {RATES[name]}" for name in lacking)
-            why = missing_reason(device.name) or _among_others(device.name)
+            reason = missing_reason(device.name) or (
+                f"{device.name} is here, but other devices of the cluster are not, so it is "
+                "simulated like them"
+            )
             raise ValueError(
-                f"{why}. To plan for a device that is elsewhere, say how "
-                f"fast it is: add to the [[device]] {device.name!r} such lines as {examples}, "
-                "from its data sheet or, better, measured there"
+                f"{reason}. A device that is simulated needs rates: add to the [[device]] "
+                f"{device.name!r} such lines as {examples}, from its data sheet or, better, "
+                "measured there"
             )
         first = first_of.setdefault(device.kind, device)
         for name in RATES:
-            own, other = getattr(device, name), getattr(first, name)
-            if own != other:
+            rates = getattr(first, name), getattr(device, name)
+            if rates[0] != rates[1]:
                 raise ValueError(
                     f"devices {first.name!r} and {device.name!r} are both of kind {device.kind!r}, "
-                    f"but {name} is {other:.4g} and {own:.4g}: op costs are by kind, give them "
-                    "different ones"
+                    f"but {name} is {rates[0]:.4g} and {rates[1]:.4g}: op costs are by kind, give "
+                    "them different ones"
                 )
-
-
-def _among_others(name: str) -> str:
-    return f"{name} is here, but other devices of the cluster are not, so it is simulated like them"

@@ -56,8 +56,8 @@ def _digest(lines: Sequence[str]) -> str:
 def _text(call: Call, numbers: dict[int, int]) -> str:
     arguments = [_argument(argument, numbers) for argument in call.args]
     arguments += [f"{key}={_argument(call.kwargs[key], numbers)}" for key in sorted(call.kwargs)]
-    made = [None if v is None else numbers.setdefault(v, len(numbers)) for v in call.outputs]
-    return f"{call.target}({', '.join(arguments)}) -> {made}"
+    outputs = [None if v is None else numbers.setdefault(v, len(numbers)) for v in call.outputs]
+    return f"{call.target}({', '.join(arguments)}) -> {outputs}"
 
 
 def _argument(argument: Any, numbers: dict[int, int]) -> str:

@@ -101,11 +101,7 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     """Return the cluster with speeds, launch overheads and links measured now.
 
     Devices of one kind are measured once, links once for each ordered pair of kinds. Links are
-    one-way, since copies from and to the host differ.
-
-    Raises:
-        ValueError: a device does not exist on this machine.
-        torch.OutOfMemoryError: a device has less than 0.3 GB free.
+    one-way, since copies from and to the host differ. A device needs 0.3 GB of free memory.
     """
     first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
     known = {kind: _with_speeds(device) for kind, device in first_of.items()}
@@ -119,7 +115,15 @@ def measured_speeds(cluster: Cluster) -> Cluster:
         if (a.kind, b.kind) not in copies:
             with timed_within_bounds(f"copies from {a.name}", b.name):
                 copies[a.kind, b.kind] = copy_speed(torch_device(a.name), torch_device(b.name))
-        links.append(_link(a, b, copies[a.kind, b.kind]))
+        links.append(
+            Link(
+                between=(a.name, b.name),
+                latency_s=copies[a.kind, b.kind].latency_s,
+                bandwidth_bytes_per_s=copies[a.kind, b.kind].bytes_per_s,
+                sharing="pair",
+                one_way=True,
+            )
+        )
     devices = tuple(
         replace(known[d.kind], name=d.name, kind=d.kind, memory_bytes=d.memory_bytes, source=source)
         for d in cluster.devices
@@ -156,10 +160,7 @@ def memory_bytes_per_s(device: torch.device) -> float:
 def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool = False) -> Copies:
     """Measure latency and bandwidth of copies into fresh memory, as placed modules make them.
 
-    Args:
-        source: device of the tensor.
-        destination: device of the copy.
-        pinned: whether the tensor is in page-locked host memory and the copy is asynchronous.
+    With ``pinned`` the tensor is in page-locked host memory and the copy is asynchronous.
     """
     seconds = []
     for size in (SMALL_BYTES, LARGE_BYTES):
@@ -192,13 +193,3 @@ def _with_speeds(device: torch.device) -> Device:
             peak_flop_per_s=flop_per_s(device),
             bandwidth_bytes_per_s=memory_bytes_per_s(device),
         )
-
-
-def _link(source: Device, destination: Device, copies: Copies) -> Link:
-    return Link(
-        between=(source.name, destination.name),
-        latency_s=copies.latency_s,
-        bandwidth_bytes_per_s=copies.bytes_per_s,
-        sharing="pair",
-        one_way=True,
-    )

@@ -330,7 +330,7 @@ def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> Non
     extraction = extract(step)
     calls = call_graph(extraction)
     cluster = discover("cuda:0,cpu")
-    costs_s = profile_calls(extraction, calls, cluster)
+    costs_s = profile_calls(extraction, calls, cluster.devices)
     assert all(np.isfinite(cost_s).all() for cost_s in costs_s.values())
     link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))

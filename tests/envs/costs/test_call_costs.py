@@ -19,6 +19,7 @@ from envs.costs import calls as of_calls
 from envs.costs import modules as of_modules
 from envs.costs import torch_speeds
 from envs.costs import torch_speeds as stopwatch
+from envs.costs.cached_costs import first_of_kinds
 from envs.costs.calls import call_costs, profile_calls
 from envs.costs.signatures import node_signatures
 from envs.executors.torch import watchdog
@@ -50,7 +51,7 @@ def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Workload]) -> 
     before = tiny_models.state_of(step)
     extraction = extract(step)
     calls = call_graph(extraction)
-    costs_s = profile_calls(extraction, calls, pair())
+    costs_s = profile_calls(extraction, calls, pair().devices)
     assert costs_s.keys() == {"vdev", f"cpu*{torch.get_num_threads()}"}
     for cost_s in costs_s.values():
         assert cost_s.shape == (len(calls.graph),)
@@ -78,13 +79,13 @@ def test_costs_follow_the_work_and_leave_the_launch_out(monkeypatch: pytest.Monk
     )
     calls = call_graph(extraction)
     cluster = discover("cpu")
-    (cost_s,) = profile_calls(extraction, calls, cluster).values()
+    (cost_s,) = profile_calls(extraction, calls, cluster.devices).values()
     by_name = dict(zip(calls.graph, cost_s.tolist(), strict=True))
     assert by_name["0:linear"] == pytest.approx(2 * 64 * 16 * 16)
     assert by_name["3:linear"] == pytest.approx(2 * 64 * 2048 * 512)
     assert by_name["3:backward/linear"] == pytest.approx(2 * by_name["3:linear"])  # two products
     slow = replace(cluster, devices=(replace(cluster.devices[0], launch_s=100.0),))
-    (less,) = profile_calls(extraction, calls, slow).values()
+    (less,) = profile_calls(extraction, calls, slow.devices).values()
     assert less == pytest.approx(np.maximum(cost_s - slow.devices[0].launch_s, 0.0))
 
 
@@ -100,7 +101,7 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
         return real(*args, **kwargs)
 
     monkeypatch.setattr(linear, "_op", full)
-    costs_s = profile_calls(extraction, calls, pair())
+    costs_s = profile_calls(extraction, calls, pair().devices)
     names = list(calls.graph)
     lacking = [names[i] for i in np.flatnonzero(np.isnan(costs_s["vdev"]))]
     assert {name.rpartition(":")[2] for name in lacking} >= {"linear", "backward/linear"}
@@ -151,7 +152,7 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
     elif module is of_modules:
         work = partial(of_modules.torch_module_costs, extraction, discover("cpu"))
     else:
-        work = partial(profile_calls, extraction, call_graph(extraction), discover("cpu"))
+        work = partial(profile_calls, extraction, call_graph(extraction), discover("cpu").devices)
     with pytest.raises(KeyboardInterrupt):
         work()
     assert set(statuses) == {watchdog.STUCK}
@@ -160,17 +161,20 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
 def test_costs_of_calls_are_known_after_three_profiles() -> None:
     extraction = extract(tiny_models.conv_net())
     calls = call_graph(extraction)
-    cluster = linked()
+    devices = first_of_kinds(linked().devices)
+    costs = call_costs(extraction, calls)
     for _ in range(3):
-        costs = call_costs(extraction, calls, cluster)
-        assert all(s.startswith("measured") for own in costs.values() for s in own.sources)
-    known = call_costs(extraction, calls, cluster)
-    assert known.keys() == {device.kind for device in cluster.devices}
+        assert costs.known(devices) is None
+        measured = costs.costs(devices)
+        assert all(s.startswith("measured") for own in measured.values() for s in own.sources)
+    known = costs.known(devices)
+    assert known is not None
+    assert known.keys() == costs.costs(devices).keys() == devices.keys()
     for own in known.values():
         assert len(own.cost_s) == len(calls.graph)
         assert np.isfinite(own.cost_s).all()
         assert all(source.startswith("cached, measured") for source in own.sources)
-    again = call_costs(extraction, calls, cluster, fresh=True)
+    again = costs.costs(devices, fresh=True)
     assert all(s.startswith("measured") for own in again.values() for s in own.sources)
 
 

@@ -292,7 +292,7 @@ def test_updates_have_costs_and_memory_where_their_parameters_are() -> None:
     step = both()
     extraction = extract(step)
     calls = call_graph(extraction)
-    costs_s = profile_calls(extraction, calls, pair())
+    costs_s = profile_calls(extraction, calls, pair().devices)
     names = list(calls.graph)
     data = [attributes_of(calls.graph, name) for name in names]
     updating = [i for i, own in enumerate(data) if own["phase"] == "optimizer"]
