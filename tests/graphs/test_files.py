@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.graph import PHASES, GraphArrays, add_edge, add_op, new_graph
-from graphs.graph_file import FORMAT, graph_from_dict, graph_to_dict, load_graph, save_graph
+from graphs.graph import DEFAULTS, PHASES, SIZES, add_edge, add_op, new_graph
+from graphs.graph_file import FORMAT, graph_from_dict, load_graph, save_graph
 
 PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
 TEXT = st.text(PRINTABLE, max_size=8)
 IDS = st.text(PRINTABLE, min_size=1, max_size=8)
-SIZES = st.integers(0, 2**60)
+SIZE_VALUES = st.integers(0, 2**60)
 COSTS = st.dictionaries(
     st.sampled_from(["cuda", "cpu", "core", "*"]),
     st.floats(0, 1e3, allow_nan=False, allow_subnormal=True),
@@ -40,21 +40,14 @@ def graphs(draw: st.DrawFn) -> nx.DiGraph[str]:
             op=draw(TEXT),
             phase=draw(st.sampled_from(PHASES)),
             module=draw(TEXT),
-            flops=draw(SIZES),
-            moved_bytes=draw(SIZES),
-            output_bytes=draw(SIZES),
-            parameter_bytes=draw(SIZES),
-            gradient_bytes=draw(SIZES),
-            optimizer_bytes=draw(SIZES),
-            saved_bytes=draw(SIZES),
-            workspace_bytes=draw(SIZES),
             colocate=draw(st.none() | TEXT),
             devices=draw(st.none() | st.lists(TEXT, min_size=1, max_size=2).map(tuple)),
+            **{name: draw(SIZE_VALUES) for name in SIZES},
         )
     order = draw(st.permutations(ids))
     pairs = [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]
     for source, target in draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []:
-        add_edge(graph, source, target, draw(st.none() | SIZES))
+        add_edge(graph, source, target, draw(st.none() | SIZE_VALUES))
     return graph
 
 
@@ -90,46 +83,21 @@ def test_edge_bytes_default_to_the_output_of_the_source() -> None:
 
 def test_only_id_and_costs_are_required() -> None:
     graph = graph_from_dict({"format": FORMAT, "nodes": [{"id": "a", "cost_s": {}}]})
-    assert dict(graph.nodes["a"]) == {
-        "op": "a",
-        "phase": "forward",
-        "module": "",
-        "flops": 0,
-        "moved_bytes": 0,
-        "output_bytes": 0,
-        "parameter_bytes": 0,
-        "gradient_bytes": 0,
-        "optimizer_bytes": 0,
-        "saved_bytes": 0,
-        "workspace_bytes": 0,
-        "colocate": None,
-        "devices": None,
-        "cost_s": {},
-        "cost_source": {},
-    }
+    assert dict(graph.nodes["a"]) == {**DEFAULTS, "op": "a", "cost_s": {}}
+    assert (DEFAULTS["phase"], DEFAULTS["devices"], DEFAULTS["flops"]) == ("forward", None, 0)
 
 
 @settings(max_examples=60)
-@given(graphs())
-def test_graph_survives_the_round_trip_through_json(graph: nx.DiGraph[str]) -> None:
-    text = json.dumps(graph_to_dict(graph), allow_nan=False)
-    again = graph_from_dict(json.loads(text))
-    assert list(again.nodes(data=True)) == list(graph.nodes(data=True))
-    assert set(again.edges(data="bytes")) == set(graph.edges(data="bytes"))
-    assert again.graph == graph.graph
-    if len(graph):
-        assert GraphArrays.from_graph(again).hash == GraphArrays.from_graph(graph).hash
-
-
-@settings(max_examples=20)
 @given(graphs())
 def test_graph_survives_the_round_trip_through_a_file(
     tmp_path_factory: pytest.TempPathFactory, graph: nx.DiGraph[str]
 ) -> None:
     path = tmp_path_factory.mktemp("graphs") / "graph.json"
     save_graph(graph, path)
-    assert graph_to_dict(load_graph(path)) == graph_to_dict(graph)
-    assert [file.name for file in path.parent.iterdir()] == ["graph.json"]
+    again = load_graph(path)
+    assert list(again.nodes(data=True)) == list(graph.nodes(data=True))
+    assert set(again.edges(data="bytes")) == set(graph.edges(data="bytes"))
+    assert again.graph == graph.graph
 
 
 def test_saved_file_has_one_op_or_edge_per_line(tmp_path: Path) -> None:
@@ -169,14 +137,11 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         (node(id=7), r"nodes\[1\]\.id is 7, not a string"),
         (node(cost_s=1.0), r"nodes\[1\]\.cost_s is 1.0, not an object"),
         (node(cost_source={"*": 1}), r"nodes\[1\]\.cost_source\['\*'\] is 1, not a string"),
-        (node(cost_source={"x": ""}), r"nodes\[1\]: op 'b': cost_source names 'x', which has no"),
         (node(cost_s={"*": -1}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is -1.0, not a time >= 0"),
-        (node(cost_s={"*": float("nan")}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is nan"),
         (node(cost_s={"*": True}), r"nodes\[1\]\.cost_s\['\*'\] is True, not a number"),
         (node(cost_s={"*": 10**400}), r"nodes\[1\]\.cost_s\['\*'\] is too large a number"),
         (node(output_bytes=1.5), r"nodes\[1\]\.output_bytes is 1.5, not a whole number"),
         (node(output_bytes="8"), r"nodes\[1\]\.output_bytes is '8', not a number"),
-        (node(flops=2**61), r"nodes\[1\]: op 'b': flops is .*, not within"),
         (node(devices=["cpu", 1]), r"nodes\[1\]\.devices\[1\] is 1, not a string"),
         (edge(size=3), r"unknown key edges\[1\]\.size"),
         (edge(target="d"), r"edges\[1\]: edge 'b' -> 'd': there is no op 'd'"),
@@ -213,21 +178,6 @@ def test_text_that_is_no_plain_json_object_is_refused(
     path = tmp_path / "graph.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_graph(path)
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "graph.json"
-    path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ValueError, match="can't decode"):
-        load_graph(path)
-
-
-def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "graph.json"
-    with path.open("wb") as file:
-        file.truncate(10**9)
-    with pytest.raises(ValueError, match=r"1\.0 GB is more than such a file may have"):
         load_graph(path)
 
 

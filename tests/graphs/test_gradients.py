@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphs.extract import Workload, extract
-from graphs.extract.placeable import call_graph, gradient_makers
+from graphs.extract.placeable import gradient_makers
 from graphs.extract.program import VIEW, StepProgram
 from graphs.gradients import gradients_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
@@ -98,18 +98,6 @@ def test_a_program_knows_the_ops_that_make_each_gradient(
         assert maker in makers[first_reader(program, name)], name
 
 
-@pytest.mark.parametrize("make", [conv_net, attention])
-def test_of_exported_calls_too(make: Callable[[], Workload]) -> None:
-    extraction = extract(make(), "export")
-    calls = call_graph(extraction)
-    arrays = GraphArrays.from_graph(calls.graph)
-    known = gradient_makers(extraction, calls)
-    found = gradients_of(arrays, known)
-    assert {arrays.ids[home] for home in found.home.tolist()} == set(known)
-    for home, makers in zip(found.home.tolist(), found.makers, strict=True):
-        assert {arrays.ids[i] for i in makers} == set(known[arrays.ids[home]])
-
-
 def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them() -> None:
     """The norm at the end of the stack gets its gradients first."""
     torch.manual_seed(0)
@@ -120,15 +108,6 @@ def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them
         last = [max(makers) for makers in gradients_of(arrays, known).makers]
         assert len(last) == 7
         assert last == sorted(last)
-
-
-def test_early_gradients_are_thought_to_be_ready_early() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-    step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), F.mse_loss)
-    arrays = GraphArrays.from_graph(extract(step, "export").graph)
-    last = [max(makers) for makers in gradients_of(arrays).makers]
-    assert last == sorted(set(last))
 
 
 class Residual(nn.Module):

@@ -20,7 +20,7 @@ from envs.hardware.discover import discover
 from envs.placement import Placement
 from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
-from graphs.graph import PHASES, GraphArrays, graph_hash
+from graphs.graph import PHASES, GraphArrays
 from graphs.optimizer import STATE, Optimizer
 from tests.helpers import one_process, tiny_models
 from tests.helpers.in_turn import in_turn
@@ -97,13 +97,6 @@ def test_any_model_is_updated_as_by_torch(name: str) -> None:
     assert_same(trained(step, 3, seed=len(name)), eager_training(step, 3))
 
 
-@EVERY_KIND
-def test_torchs_unfused_optimizer_leaves_the_same_up_to_rounding(kind: str) -> None:
-    step = with_optimizer(tiny_models.views(), kind, learning_rate=0.01)
-    expected = eager_training(step, 3, fused=False)
-    torch.testing.assert_close(trained(step, 3), expected, rtol=1e-6, atol=1e-6)
-
-
 def other_layouts() -> Workload:
     """Return a step whose gradients are computed in another layout than autograd keeps them in."""
 
@@ -116,17 +109,6 @@ def other_layouts() -> Workload:
     model.across = nn.Parameter(torch.randn(4, 3).t())
     model.spread = nn.Parameter(torch.randn(3, 4))
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)))
-
-
-def test_a_gradient_gets_the_layout_of_its_parameter() -> None:
-    graph = extract(with_optimizer(other_layouts(), "sgd")).graph
-    updates = [op_id for op_id, data in graph.nodes(data=True) if data["phase"] == "optimizer"]
-    assert updates == [
-        ":optimizer/copy",
-        ":optimizer/sgd.across",
-        ":optimizer/copy#1",
-        ":optimizer/sgd.spread",
-    ]
 
 
 def test_the_learning_rate_may_change_from_step_to_step() -> None:
@@ -162,15 +144,6 @@ def test_training_goes_on_from_a_saved_state() -> None:
         model.step(*step.inputs)
         model.step(*step.inputs)
         assert_same(state_of(step), expected)
-
-
-def test_a_step_without_optimizer_has_no_learning_rate() -> None:
-    step = tiny_models.views()
-    with placed(extract(step), 1) as model:
-        model.step(*step.inputs)
-        with pytest.raises(ValueError, match="has no optimizer"):
-            model.learning_rate = 0.1
-        assert model.optimizer_state() == {}
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
@@ -289,15 +262,6 @@ def test_a_placement_with_optimizer_also_places_the_step_without() -> None:
     without = placement.aligned(plain, cluster)
     with pytest.raises(ValueError, match=r"such as optimizer op '0:optimizer/adamw.weight'"):
         without.aligned(full, cluster)
-
-
-def test_the_hash_leaves_nothing_else_out() -> None:
-    graph = extract(with_optimizer(tiny_models.views(), "sgd")).graph
-    before = graph_hash(graph)
-    graph.nodes["first:optimizer/sgd.weight"]["output_bytes"] += 1
-    assert graph_hash(graph) == before
-    graph.nodes["first:addmm"]["output_bytes"] += 1
-    assert graph_hash(graph) != before
 
 
 @pytest.mark.slow

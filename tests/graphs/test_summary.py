@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import networkx as nx
-import numpy as np
 import pytest
-from rich.console import Console
 
-from graphs.costs import GraphSummary, critical_path_s
-from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.report.summary import print_summary
+from graphs.costs import GraphSummary
+from graphs.graph import add_edge, add_op, new_graph
 
 
 def diamond() -> nx.DiGraph[str]:
@@ -45,23 +40,6 @@ def test_counts_sums_critical_path_and_headroom() -> None:
     assert work.critical_path_s == 1.0 + 4.0 + 1.0
     assert work.headroom == pytest.approx(8 / 6)
     assert [(op.id, op.cost_s) for op in work.dearest] == [("c", 4.0), ("b", 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("flops", "told"),
-    [
-        (0, "0 FLOP"),
-        (12_345, "12.345 kFLOP"),
-        (1_234_500_000_000_000, "1,234.500 TFLOP"),
-    ],
-)
-def test_flops_are_told_in_a_fitting_unit(flops: int, told: str) -> None:
-    graph = new_graph("one")
-    add_op(graph, "a", cost_s={"x": 1.0}, flops=flops)
-    shown = io.StringIO()
-    print_summary(GraphSummary.of(graph), Console(file=shown, width=80))
-    (line,) = (line for line in shown.getvalue().splitlines() if "FLOPs" in line)
-    assert " ".join(line.split()) == f"FLOPs {told}"
 
 
 def test_dearest_ops_say_where_their_costs_come_from() -> None:
@@ -99,10 +77,3 @@ def test_without_costs_or_time_there_is_no_headroom_to_speak_of() -> None:
     assert GraphSummary.of(graph).work == {}
     graph.nodes["a"]["cost_s"] = {"*": 0.0}
     assert GraphSummary.of(graph).work["*"].headroom == 1.0
-
-
-def test_independent_ops_have_a_path_as_long_as_the_dearest() -> None:
-    graph = new_graph("independent")
-    for i in range(4):
-        add_op(graph, str(i), cost_s={})
-    assert critical_path_s(GraphArrays.from_graph(graph), np.array([1.0, 3.0, 2.0, 0.5])) == 3.0

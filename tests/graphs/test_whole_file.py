@@ -43,13 +43,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(("content", "written"), [("é\n", "é\n".encode()), (b"\xff", b"\xff")])
-def test_text_and_bytes_are_written(content: str | bytes, written: bytes, tmp_path: Path) -> None:
-    write_whole(tmp_path / "file", content)
-    assert (tmp_path / "file").read_bytes() == written
-    assert names(tmp_path) == ["file"]
-
-
 def test_a_name_may_be_as_long_as_any(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
     write_whole(path, "new")
@@ -64,15 +57,6 @@ def test_what_cannot_be_written_to_its_end_leaves_the_old_file(tmp_path: Path) -
     assert refusal.value.filename == str(path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
-
-
-def test_a_link_stays_one_and_what_it_points_to_is_written(tmp_path: Path) -> None:
-    target, link = tmp_path / "target", tmp_path / "link"
-    target.write_text("old")
-    link.symlink_to(target)
-    write_whole(link, "new")
-    assert link.is_symlink()
-    assert target.read_text() == "new"
 
 
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
@@ -179,10 +163,3 @@ def test_writers_at_the_same_time_leave_each_other_alone(
     write_whole(path, "outer")
     assert path.read_text() == "outer"
     assert names(tmp_path) == ["file"]
-
-
-def test_a_folder_that_is_missing_is_an_error_with_the_name(tmp_path: Path) -> None:
-    path = tmp_path / "none" / "file"
-    with pytest.raises(FileNotFoundError) as refusal:
-        write_whole(path, "new")
-    assert refusal.value.filename == str(path)

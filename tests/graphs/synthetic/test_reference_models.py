@@ -32,33 +32,19 @@ def extracted(name: str, training: bool) -> Extraction:
 
 @EITHER_MODE
 @pytest.mark.parametrize("name", in_turn(STEPS))
-def test_a_step_on_one_device_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
-    extraction = extracted(name, training)
-    expected = eager(extraction.step)
-    count = extraction.program.op_count
-    found = one_process.run(
-        extraction, device_lists(extraction.program, [0] * count, range(count), 1)
-    )
-    assert_same(found.output, expected.output)
-    assert_same(found.state, expected.state)
-    assert_same(found.gradients, expected.gradients)
-
-
-@EITHER_MODE
-@pytest.mark.parametrize("name", in_turn(STEPS))
-def test_a_step_on_three_devices_is_bit_for_bit_what_torch_computes(
-    name: str, training: bool
-) -> None:
+def test_a_placed_step_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
     extraction = extracted(name, training)
     expected = eager(extraction.step)
     count = extraction.program.op_count
     randomly = random.Random(name)
-    order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
-    devices = [randomly.randrange(3) for _ in range(count)]
-    found = one_process.run(extraction, device_lists(extraction.program, devices, order, 3))
-    assert_same(found.output, expected.output)
-    assert_same(found.state, expected.state)
-    assert_same(found.gradients, expected.gradients)
+    for device_count in (1, 3):
+        order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
+        devices = [randomly.randrange(device_count) for _ in range(count)]
+        lists = device_lists(extraction.program, devices, order, device_count)
+        placed = one_process.run(extraction, lists)
+        assert_same(placed.output, expected.output)
+        assert_same(placed.state, expected.state)
+        assert_same(placed.gradients, expected.gradients)
 
 
 @pytest.mark.parametrize("name", in_turn(STEPS))
