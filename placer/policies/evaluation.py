@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.names import suggestion
-from graphs.strict_json import load_toml
+from graphs.strict_json import load_toml, table
 from placer.policies.network import Policy, load, shipped, write_card
 from placer.policies.pool import Clusters, Exercise, draw_pool, families
 from placer.policies.records import Within, check_ranges, plain, record
-from placer.policies.training.config import Graphs, Ops, Ppo, TrainingConfig, check_graphs
+from placer.policies.training.config import Graphs, Ops, Ppo, check_graphs
 from placer.policies.training.scores import (
     MEANING,
     by_family,
@@ -122,7 +122,7 @@ def evaluate(
     samples around it.
 
     Raises:
-        ValueError: the card's ``config`` is invalid.
+        ValueError: the card's hyperparameters are invalid.
     """
     deviation = float(np.exp(_first_log_std(policy.card)))
     hear = progress or _silent
@@ -180,12 +180,10 @@ def _table(
 
 def _first_log_std(card: Mapping[str, Any]) -> float:
     """Return the initial log standard deviation of actions in training."""
-    if "config" not in card:  # old cards without a configuration
-        return Ppo().log_std
     try:
-        return record(TrainingConfig, card["config"]).ppo.log_std
+        return record(Ppo, table(card.get("config", {}), "config").get("ppo", {}), "ppo").log_std
     except ValueError as error:
-        raise ValueError(f"the card of the policy: config: {error}") from error
+        raise ValueError(f"the card of the policy: {error}") from error
 
 
 def _silent(share: float, text: str) -> None:

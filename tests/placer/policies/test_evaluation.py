@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from placer.cli.main import main
-from placer.policies import load
+from placer.policies import load, names
 from placer.policies.evaluation import (
     ALL,
     BEST,
@@ -79,6 +79,12 @@ def test_an_evaluation_tells_of_every_family_against_heuristics_and_no_training(
     assert found == evaluate(load(str(trained)), TINY_SUITE, seeds=3)
 
 
+@pytest.mark.parametrize("name", names())
+def test_shipped_policies_are_better_than_untrained_weights(name: str) -> None:
+    of_all = evaluate(load(name), TINY_SUITE, seeds=1)["table"][ALL]
+    assert of_all[BEST] < of_all[UNTRAINED]
+
+
 def test_a_policy_that_says_nothing_new_is_as_good_as_untrained(trained: Path) -> None:
     policy = load(str(trained))
     silent = tuple((0 * matrix, 0 * bias) for matrix, bias in policy.layers)
@@ -136,9 +142,10 @@ def test_a_card_that_cannot_be_written_or_is_damaged_is_told_before_the_evaluati
 ) -> None:
     monkeypatch.setattr(Suite, "drawn", lambda _: pytest.fail("it was evaluated"))
     path = tmp_path / "mine"
-    replace(load("generalist"), card={"format": FORMAT, "config": {"seeds": 0}}).save(path)
+    card = {"format": FORMAT, "config": {"ppo": {"log_std": 9}}}
+    replace(load("generalist"), card=card).save(path)
     assert main(["evaluate-policy", str(path)]) == 2
-    assert "seeds is 0" in capsys.readouterr().err
+    assert "log_std is 9" in capsys.readouterr().err
     monkeypatch.setattr("os.access", lambda *_: False)
     assert main(["evaluate-policy", str(path)]) == 2
     assert "mine.json cannot be written" in capsys.readouterr().err
