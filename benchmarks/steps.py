@@ -66,7 +66,7 @@ class Steps:
             best_s=found.step_s(found.best),
             single_wall_s=_wall_s(single),
             best_wall_s=_wall_s(found.best),
-            speed_up=found.speed_up,
+            speed_up=found.speedup,
             unplaced_s=unplaced.median_s if unplaced is not None and unplaced.ok else None,
             predicted_over_measured={row.name: row.predicted_s / found.step_s(row) for row in ran},
         )

@@ -13,13 +13,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.hardware.byte_size import human_bytes
 from envs.hardware.cluster import MOST_DEVICES, Cluster
 from envs.placement_file import FORMAT, check_record, parse_placement
 from envs.replication import Replication
 from graphs.files import write_whole
 from graphs.graph import PHASES, GraphArrays
 from graphs.names import suggestion
-from graphs.printable import check_printable
+from graphs.printable import check_printable, html_table
 from graphs.strict_json import load_checked, table, within
 
 ROOT: Final = "(model)"
@@ -38,7 +39,7 @@ class MadeBy:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Placement:
     """``ops[i]`` runs on ``device_names[devices[i]]``; among ready ops, highest ``priority`` first.
 
@@ -88,6 +89,26 @@ class Placement:
         for where, record in (("predicted", self.predicted), ("measured", self.measured)):
             if record is not None:
                 check_record(record, where)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} on {name}" for name, count in self._op_counts().items())
+        return f"<Placement of {len(self.ops)} ops: {counts}>"
+
+    def _repr_html_(self) -> str:
+        predicted = self.predicted or {}
+        peaks = predicted.get("peak_memory_bytes") or {}
+        caption = f"Placement of {len(self.ops)} ops on {self.cluster}"
+        if "step_s" in predicted:
+            caption += f", predicted step {predicted['step_s'] * 1e3:.4g} ms"
+        rows = (
+            (name, count, human_bytes(peaks[name]) if name in peaks else "")
+            for name, count in self._op_counts().items()
+        )
+        return html_table(caption, ("device", "ops", "predicted memory"), rows)
+
+    def _op_counts(self) -> dict[str, int]:
+        counts = Counter(self.devices)
+        return {name: counts[d] for d, name in enumerate(self.device_names) if counts[d]}
 
     @classmethod
     def of(

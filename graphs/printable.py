@@ -1,6 +1,9 @@
-"""Check or escape texts from outside before they are shown on a terminal."""
+"""Check or escape texts from outside before they are shown on a terminal or in a notebook."""
 
 from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
 
 
 def check_printable(value: object, where: str = "") -> None:
@@ -26,6 +29,17 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else _code(c) for c in text)
+
+
+def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a small HTML table for notebooks, with all texts escaped."""
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        parts = (f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells)
+        return f"<tr>{''.join(parts)}</tr>"
+
+    lines = [row("th", columns), *(row("td", cells) for cells in rows)]
+    return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
 
 
 def _is_printable(value: object) -> bool:

@@ -1,16 +1,20 @@
-"""The decision rule: which candidate is the result."""
+"""The decision rules: which candidates are run, and which one is the result."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
+from envs.hardware.cluster import Cluster
 from envs.measurement import Measurement, contended, tied
 from graphs.strict_json import brief
 from placer import messages
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
+
+MEASURED_CANDIDATES: Final = 5
+"""Number of best candidates to run besides the best single devices."""
 
 _Run: TypeAlias = tuple[Candidate, Measurement]
 
@@ -24,6 +28,29 @@ class WarmStartError(ValueError):
 
 class PlacementError(RuntimeError):
     """No placement is possible; the message says why."""
+
+
+def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int]:
+    """Return indices of candidates to run: best single device of each kind and best others.
+
+    A warm start is always run.
+    """
+    feasible = [i for i, own in enumerate(candidates) if np.isfinite(own.predicted_s)]
+    by_time = sorted(feasible, key=lambda i: candidates[i].predicted_s)
+    singles: dict[str, int] = {}
+    for i in by_time:
+        if candidates[i].is_single:
+            singles.setdefault(cluster.devices[candidates[i].devices[0]].kind, i)
+    others = [i for i in by_time if not candidates[i].is_single]
+    chosen = [*singles.values(), *others[:MEASURED_CANDIDATES]]
+    warm_starts = [i for i in by_time if candidates[i].kind is Kind.WARM_START]
+    return chosen + [i for i in warm_starts if i not in chosen]
+
+
+def overfull(candidates: Sequence[Candidate]) -> bool:
+    """Return whether all candidates that ran on several devices ran out of memory."""
+    several = [own.measurement for own in candidates if own.measurement and not own.is_single]
+    return bool(several) and all(measurement.overfull for measurement in several)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -43,7 +70,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     ran = [(own, seen) for own in tried if (seen := own.measurement) is not None and seen.ok]
     if not ran:
         raise PlacementError(messages.all_failed(tried))
-    return _simplest_of_fastest(ran, contended=machine_was_busy(tried))
+    return _simplest_of_fastest(ran, contended=runs_contended(tried))
 
 
 def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
@@ -68,10 +95,10 @@ def best_single_device(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the best candidate on one device, measured ones first; None if none can run."""
     singles = [own for own in candidates if own.is_single and own.can_run]
     measured = [own for own in singles if own.measurement is not None]
-    busy = machine_was_busy(candidates)
+    busy = runs_contended(candidates)
     return min(measured or singles, key=lambda own: own.ranking_s(contended=busy), default=None)
 
 
-def machine_was_busy(candidates: Sequence[Candidate]) -> bool:
+def runs_contended(candidates: Sequence[Candidate]) -> bool:
     """Return whether other processes used the cores during the runs; CPU-clock times count then."""
     return contended([own.measurement for own in candidates if own.measurement is not None])

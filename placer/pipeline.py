@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 import numpy as np
 
-from envs.backend import Backend
+from envs.backend import Backend, measurements
 from envs.compiled import loading_stage
 from envs.executors.cores.errors import WorkerError
+from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
@@ -20,8 +21,7 @@ from envs.simulator.bounds import memory_shortfall, missing_link
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
-from placer.candidate_runs import Runs, overfull, run_best, with_less_memory
-from placer.choose import PlacementError, choose
+from placer.choose import PlacementError, choose, overfull, worth_running
 from placer.costed_step import costed_step
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
@@ -105,7 +105,7 @@ def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Optimization:
-    """One optimization: its inputs, then what its steps have found so far."""
+    """One optimization: its inputs, then its results so far."""
 
     problem: Problem
     search: SearchConfig
@@ -116,11 +116,11 @@ class _Optimization:
     extraction: Extraction | None = None
     runtime: Runtime | None = None  # of devices that are all on this machine
     cost_source: Mapping[str, str] = field(default_factory=dict)
-    runs: Runs = field(default_factory=lambda: Runs(candidates=[]))
+    candidates: list[Candidate] = field(default_factory=list)
+    all_cores: Measurement | None = None
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
     search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""
-    search_s: float = 0.0
 
     def run(self) -> Result:
         """Search, run the best candidates where something can run them, and choose.
@@ -128,78 +128,99 @@ class _Optimization:
         From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers
         cannot be started, the prediction decides.
         """
-        if why := memory_shortfall(self.problem):
-            raise PlacementError(f"The model fits nowhere: {why}.")
-        if why := missing_link(self.problem):
-            raise PlacementError(f"The model runs nowhere: {why}.")
+        if reason := memory_shortfall(self.problem):
+            raise PlacementError(f"The model fits nowhere: {reason}.")
+        if reason := missing_link(self.problem):
+            raise PlacementError(f"The model runs nowhere: {reason}.")
         self.progress.stage(loading_stage())
         load_compiled_code()
         began = time.perf_counter()
+        searched = began
         try:
-            self._search()
-            self.search_s = time.perf_counter() - began
-            self._measure()
+            self.progress.stage("Searching placements")
+            with self.interrupt.polled():
+                self.candidates = self._candidates(self.problem, self.search_trace)
+            self.bounds_s = [own.bound_s for own in self.candidates if own.bound_s is not None]
+            searched = time.perf_counter()
+            if self._backend is not None and not self.interrupt.requested:
+                self._measure(self._backend)
         except KeyboardInterrupt:
             self.interrupt.requested = True
-            if not self.runs.candidates:
+            if not self.candidates:
                 raise
         except (WorkerError, OSError) as error:
-            if not self.runs.candidates:
+            if not self.candidates:
                 raise
             self.trouble = str(error)
         with self.interrupt.polled():
-            return self._result(time.perf_counter() - began - self.search_s)
+            return self._result(searched - began, time.perf_counter() - searched)
 
     @property
-    def _source(self) -> Runtime | Backend | None:
+    def _backend(self) -> Runtime | Backend | None:
         """What evaluates the best candidates; None if the prediction decides."""
         if self.search.backend is not None:
             return self.search.backend
         return self.runtime if self.search.measure else None
 
-    def _search(self) -> None:
-        self.progress.stage("Searching placements")
-        with self.interrupt.polled():
-            found = self._candidates(self.problem, self.search_trace)
-            self.runs = Runs(candidates=found)
-            self.bounds_s = [own.bound_s for own in found if own.bound_s is not None]
-
-    def _measure(self) -> None:
+    def _measure(self, backend: Runtime | Backend) -> None:
         """Run the best candidates; while they run out of memory, search again with less of it."""
-        source = self._source
-        if source is None or self.interrupt.requested:
-            return
         self.progress.stage("Running the best for real")
-        self.runs = run_best(self.runs.candidates, source, self.problem, self.progress)
+        self.candidates = self._run_best(backend, self.problem, self.candidates)
         for share in SMALLER:
-            if self.runs.interrupted or not overfull(self.runs.candidates):
+            if self.interrupt.requested or not overfull(self.candidates):
                 return
             self.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
-            smaller, search_trace = with_less_memory(self.problem, share), SearchTrace()
+            smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
             with self.interrupt.polled():
-                found = self._candidates(smaller, search_trace)
-            if not any(np.isfinite(own.predicted_s) for own in found):
+                candidates = self._candidates(smaller, search_trace)
+            if not any(np.isfinite(own.predicted_s) for own in candidates):
                 return
-            runs = run_best(found, source, smaller, self.progress)
             # Runs are only compared with runs of the same rounds.
-            failed = [own for own in self.runs.candidates if own.failure]
-            self.runs = replace(runs, candidates=[*runs.candidates, *failed])
+            failed = [own for own in self.candidates if own.failure]
+            self.candidates = [*self._run_best(backend, smaller, candidates), *failed]
             self.search_trace = search_trace
 
-    def _result(self, measuring_s: float) -> Result:
-        best = choose(self.runs.candidates)
+    def _run_best(
+        self, backend: Runtime | Backend, problem: Problem, candidates: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Run the best candidates and the best single devices in turn."""
+        chosen = worth_running(candidates, problem.cluster)
+        placements = [candidates[i].placement for i in chosen]
+        if not chosen:
+            return list(candidates)
+
+        def advance(done: int, total: int) -> None:
+            self.progress.advance(done / total)
+
+        if isinstance(backend, Backend):
+            results = backend.evaluate(placements, advance)
+            interrupted = getattr(backend, "interrupted", False)
+        else:
+            predicted_s = [candidates[i].predicted_s for i in chosen]
+            with backend.backend(problem, predicted_s) as measured:
+                results, self.all_cores = measured.evaluate_with_unplaced(placements, advance)
+                interrupted = measured.interrupted
+        self.interrupt.requested |= interrupted
+        after = list(candidates)
+        for i, measurement in zip(chosen, measurements(results), strict=True):
+            if measurement.counts:
+                after[i] = replace(candidates[i], measurement=measurement)
+        return after
+
+    def _result(self, search_s: float, measuring_s: float) -> Result:
+        best = choose(self.candidates)
         bound_s = self.search.objective.lower_bound_s(self.problem)
         return Result(
             placement=best.placement,
             problem=self.problem,
-            candidates=tuple(self.runs.candidates),
+            candidates=tuple(self.candidates),
             best=best,
             lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
-            search_s=self.search_s,
-            measuring_s=0.0 if self._source is None else measuring_s,
-            stopped=self.interrupt.requested or self.runs.interrupted,
+            search_s=search_s,
+            measuring_s=0.0 if self._backend is None else measuring_s,
+            stopped=self.interrupt.requested,
             extraction=self.extraction,
-            all_cores=self.runs.all_cores,
+            all_cores=self.all_cores,
             cost_source=self.cost_source,
             search_trace=self.search_trace,
             trouble=self.trouble,
@@ -252,6 +273,14 @@ class _Optimization:
         is_known = objective.micro_batches == 1 and repeats(problem, schedule, priority)
         prediction = objective.predict(simulated, placement, schedule if is_known else None)
         return replace(candidate, prediction=prediction)
+
+
+def _with_less_memory(problem: Problem, share: float) -> Problem:
+    devices = tuple(
+        replace(device, memory_bytes=int(device.memory_bytes * share))
+        for device in problem.cluster.devices
+    )
+    return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
 
 
 def _by_op(problem: Problem) -> list[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,9 +13,10 @@ import numpy as np
 from envs.measurement import Measurement, contention_warning
 from envs.placement import Placement
 from envs.problem import Problem
+from graphs.printable import html_table
 from placer import messages
-from placer.choose import best_single_device, machine_was_busy
-from placer.milliseconds import ratio_of
+from placer.choose import best_single_device, runs_contended
+from placer.milliseconds import milliseconds, ratio_of
 from placer.search.candidate import Candidate
 from placer.search.request import SearchTrace
 
@@ -25,7 +27,7 @@ MOST_SENTENCES: Final = 3
 """Maximum number of sentences after a table of candidates, those of the verdict included."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Result:
     """The result of an optimization: the chosen placement and all candidates.
 
@@ -53,6 +55,25 @@ class Result:
         """Return the chosen candidate and the verdict."""
         return messages.headline(self.best, self.verdict)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
+
+    def _repr_html_(self) -> str:
+        def ms(seconds: float) -> str:
+            return milliseconds(seconds) if np.isfinite(seconds) else ""
+
+        rows = (
+            (
+                f"{'> ' if own is self.best else ''}{own.name}",
+                ms(own.predicted_s),
+                ms(self.step_s(own)) if own.measurement is not None else "",
+                f"{ratio:.2f}x" if np.isfinite(ratio := self.speedup_of(own)) else own.why,
+            )
+            for own in self.candidates
+        )
+        columns = ("candidate", "predicted ms", "measured ms", "speed-up")
+        return html_table(str(self), columns, rows)
+
     def device_of(self, name: str) -> str:
         """Return the device of an op or module; see :meth:`Placement.device_of`."""
         return self.placement.device_of(name)
@@ -65,10 +86,20 @@ class Result:
         """Write the placement as JSON."""
         self.placement.save(Path(path))
 
+    def report(self, path: str | Path) -> None:
+        """Write the report, one HTML page.
+
+        Raises:
+            ValueError: the placement cannot run, so there is no step to show.
+            OSError: the file cannot be written.
+        """
+        html = import_module("placer.report.html")  # by name: reports are a layer above results
+        html.write_report(html.report_data(self), Path(path))
+
     @property
     def contended(self) -> bool:
         """Return whether the machine was busy during the runs; CPU-clock times count then."""
-        return machine_was_busy(self.candidates)
+        return runs_contended(self.candidates)
 
     @property
     def single(self) -> Candidate | None:
@@ -79,7 +110,7 @@ class Result:
         """Return the time that ranks a candidate: its measured step time or the predicted one."""
         return candidate.ranking_s(contended=self.contended)
 
-    def speed_up_of(self, candidate: Candidate) -> float:
+    def speedup_of(self, candidate: Candidate) -> float:
         """Return the best single device's step time over this candidate's; nan if unknown.
 
         Both are measured if both were run, else both are predicted.
@@ -92,9 +123,9 @@ class Result:
         return ratio_of(single.predicted_s, candidate.predicted_s)
 
     @property
-    def speed_up(self) -> float:
+    def speedup(self) -> float:
         """Return the speed-up of the best candidate over the best single device; nan if unknown."""
-        return self.speed_up_of(self.best)
+        return self.speedup_of(self.best)
 
     @property
     def verdict(self) -> str:
@@ -128,7 +159,7 @@ class Result:
         if contended:
             remarks.append(messages.busy_machine(self.candidates))
         if single is not None:
-            remarks.append(messages.impossible_gain(self.speed_up, single, self.lower_bound_s))
+            remarks.append(messages.impossible_gain(self.speedup, single, self.lower_bound_s))
         remarks.append(messages.tie(best, self.candidates, contended=contended))
         remarks.append(messages.scatter(best))
         if single is not None and single is not best:
@@ -159,7 +190,7 @@ class Result:
             "step_s": times["step_s"],
             "predicted": data["predicted"],
             "measured": data["measured"],
-            "speed_up": _finite(self.speed_up),
+            "speed_up": _finite(self.speedup),
             "lower_bound_s": self.lower_bound_s,
             "verdict": self.verdict,
             "remarks": self.remarks,
@@ -186,7 +217,7 @@ class Result:
             "predicted_step_s": step_s if np.isfinite(candidate.predicted_s) else None,
             "peak_memory_bytes": dict(candidate.peak_memory_bytes),
             "measured": measured,
-            "speed_up": _finite(self.speed_up_of(candidate)),
+            "speed_up": _finite(self.speedup_of(candidate)),
             "chosen": candidate is self.best,
             "why": candidate.why,
         }

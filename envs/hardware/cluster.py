@@ -50,8 +50,9 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from envs.hardware.byte_size import human_bytes
 from graphs.names import suggestion
-from graphs.printable import check_printable
+from graphs.printable import check_printable, html_table
 from graphs.strict_json import array, fields, load_toml, number, text, whole, within
 
 Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
@@ -218,6 +219,27 @@ class Cluster:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    def __str__(self) -> str:
+        """Return the name and the devices."""
+        sizes = (f"{device.name} ({human_bytes(device.memory_bytes)})" for device in self.devices)
+        return f"{self.name}: {', '.join(sizes)}"
+
+    def _repr_html_(self) -> str:
+        def rate(value: float) -> str:
+            return "" if math.isnan(value) else f"{value:.4g}"
+
+        rows = (
+            (
+                device.name,
+                device.kind,
+                human_bytes(device.memory_bytes),
+                rate(device.peak_flop_per_s / 1e12),
+                rate(device.bandwidth_bytes_per_s / 1e9),
+            )
+            for device in self.devices
+        )
+        return html_table(self.name, ("device", "kind", "memory", "TFLOP/s", "GB/s"), rows)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ def share_of_ideal(samples_per_s: float, ideal: float) -> float:
     return 1.0 if np.isinf(ideal) else samples_per_s / ideal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ReplicatedResult(Result):
     """The result for one replica, with the plan that holds all alternatives."""
 

@@ -238,7 +238,7 @@ def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
 
 def _speed_up(result: Result, candidate: Candidate) -> str:
     """Return the speed-up, in brackets if it is predicted although others were measured."""
-    ratio = result.speed_up_of(candidate)
+    ratio = result.speedup_of(candidate)
     if np.isnan(ratio):
         return "-"
     only_predicted = candidate.measurement is None and result.best.measurement is not None

@@ -23,29 +23,22 @@ from torch import nn
 import placer
 from envs.core_runtime import CoreRuntime, rounds_for
 from envs.hardware.cluster import Cluster, Device, Link
-from envs.measurement import Measurement
-from envs.placement import Placement
-from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import coarsen
-from graphs.extract import extract
-from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.graph import add_edge, add_op, new_graph
 from graphs.synthetic.families import draw
-from placer.candidate_runs import MEASURED_CANDIDATES, worth_running
-from placer.choose import PlacementError, choose
+from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
-from placer.messages import extraction_remarks
 from placer.pipeline import optimize_job, optimize_problem
 from placer.policies import load
 from placer.result import Result
-from placer.search.candidate import Candidate, Kind, Prediction
+from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import Rule, round_robin
 from placer.search.objectives import Objective
 from placer.search.request import Budget, Meter, SearchRequest
-from tests.helpers import tiny_models
 from tests.helpers.folders import ROOT
 from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import problem_of, random_case
@@ -59,111 +52,6 @@ PAIR = Cluster(
     ),
     links=(Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9),),
 )
-
-
-def candidate(
-    kind: Kind,
-    predicted_s: float,
-    runs_s: list[float] | None,
-    *,
-    name: str = "",
-    why: str = "a needs 2 B but has 1 B",
-    missing_bytes: int = 0,
-) -> Candidate:
-    """Return a candidate of two ops with these measurements; CPU-clock time equals wall time."""
-    devices = np.array((0, 0) if kind is Kind.SINGLE_DEVICE else (0, 1), np.int32)
-    priority = np.array((1.0, 0.0))
-    placement = Placement(
-        graph="",
-        cluster="pair",
-        ops=("x", "y"),
-        device_names=("a", "b"),
-        devices=tuple(devices.tolist()),
-        priority=tuple(priority.tolist()),
-    )
-    measurement = None
-    if runs_s is not None:
-        times = np.array(runs_s)
-        measurement = Measurement(wall_s=times, cpu_clock_s=times, failure="" if runs_s else "died")
-    return Candidate(
-        kind=kind,
-        name=name or kind.value,
-        devices=devices,
-        priority=priority,
-        step_ns=0,
-        prediction=Prediction(
-            placement=placement,
-            objective_s=predicted_s,
-            peak_memory_bytes={"a": 1, "b": 1},
-            why="" if np.isfinite(predicted_s) else why,
-            missing_bytes=missing_bytes,
-        ),
-        measurement=measurement,
-    )
-
-
-def test_the_fastest_measured_wins_whatever_was_predicted() -> None:
-    heft = candidate(Kind.HEFT, 1.5, [1.5, 1.6, 1.5])
-    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.1])
-    assert choose([candidate(Kind.ANNEALING, 1.0, [2.0, 2.1, 2.0]), heft, single]) is heft
-
-
-def test_nothing_measured_slower_than_one_device_is_ever_best() -> None:
-    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.0])
-    assert choose([candidate(Kind.ANNEALING, 1.0, [3.2, 3.1, 3.2]), single]) is single
-
-
-def test_of_a_tie_the_simpler_wins() -> None:
-    split = candidate(Kind.LAYER_SPLIT, 1.0, [1.001, 1.040, 1.000])
-    candidates = [
-        candidate(Kind.ANNEALING, 1.0, [1.000, 1.050, 0.990]),
-        split,
-        candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.1]),
-    ]
-    assert choose(candidates) is split
-
-
-def test_a_simpler_tie_that_is_slower_than_one_device_does_not_win() -> None:
-    candidates = [
-        candidate(Kind.ANNEALING, 1.0, [0.98, 1.30, 0.99]),
-        candidate(Kind.LAYER_SPLIT, 1.0, [1.02, 1.28, 0.98]),
-        candidate(Kind.SINGLE_DEVICE, 1.0, [1.0, 1.31, 1.005]),
-    ]
-    assert choose(candidates).kind is Kind.ANNEALING
-    assert choose(candidates[:2]).kind is Kind.LAYER_SPLIT
-
-
-def test_what_noise_cannot_tell_from_one_device_does_not_win_over_it() -> None:
-    candidates = [
-        candidate(Kind.ANNEALING, 1.0, [1.90, 1.95, 1.92]),
-        candidate(Kind.HEFT, 1.0, [1.91, 2.30, 1.99]),
-        candidate(Kind.SINGLE_DEVICE, 2.0, [2.00, 2.05, 2.01]),
-    ]
-    assert choose(candidates).kind is Kind.ANNEALING
-    assert choose(candidates[1:]).kind is Kind.SINGLE_DEVICE
-
-
-def test_kinds_are_ordered_by_simplicity_and_the_last_are_equal() -> None:
-    single, *several = (candidate(kind, 1.0, None).simplicity for kind in Kind)
-    ranked = several[: list(Kind).index(Kind.ANNEALING)]
-    assert [single, *ranked] == sorted({single, *ranked})
-    assert set(several[len(ranked) :]) == {ranked[-1] + 1}
-
-
-@pytest.mark.parametrize("name", ["given", "warm start", "policy-gradient", "single a", "HEFT"])
-def test_the_name_of_a_plug_in_decides_nothing(name: str) -> None:
-    plug_in = candidate(Kind.OTHER, 1.0, None, name=name)
-    annealed = candidate(Kind.ANNEALING, 1.0, None)
-    assert choose([plug_in, annealed]) is annealed
-    times = [1.0, 1.1, 1.0]
-    plug_in = candidate(Kind.OTHER, 1.0, times, name=name)
-    annealed = candidate(Kind.ANNEALING, 1.0, times)
-    assert choose([plug_in, annealed]) is annealed
-    slow = candidate(Kind.OTHER, 9.0, None, name=name)
-    faster = [candidate(Kind.ANNEALING, 1.0 + i, None) for i in range(MEASURED_CANDIDATES)]
-    assert len(faster) not in worth_running([*faster, slow], PAIR)
-    warm_start = candidate(Kind.WARM_START, 9.0, None, name=name)
-    assert len(faster) in worth_running([*faster, warm_start], PAIR)
 
 
 class Impostor(Rule):
@@ -231,97 +119,9 @@ def test_what_is_predicted_is_the_step_of_the_placement(
         assert own.peak_memory_bytes == step.peak_memory_bytes
 
 
-def result_of(candidates: list[Candidate]) -> Result:
-    """Return a result of two ops with these candidates."""
-    graph = new_graph("two")
-    for op_id in ("x", "y"):
-        add_op(graph, op_id, cost_s={"*": 1.0})
-    best = choose(candidates)
-    return Result(
-        placement=best.placement,
-        problem=Problem.of(GraphArrays.from_graph(graph), PAIR),
-        candidates=tuple(candidates),
-        best=best,
-        lower_bound_s=1.0,
-        search_s=0.0,
-        stopped=False,
-    )
-
-
-def test_a_result_is_plain_data_for_machines() -> None:
-    candidates = [
-        candidate(Kind.HEFT, 1.0, [1.0, 1.5, 2.0]),
-        candidate(Kind.SINGLE_DEVICE, 2.0, []),
-        candidate(Kind.ETF, np.inf, None, why="no room"),
-        candidate(Kind.SINGLE_DEVICE, 4.0, None),
-    ]
-    data = result_of(candidates).with_times().to_dict()
-    json.dumps(data, allow_nan=False)
-    assert (data["best"], data["step_s"], data["measured"]["clock"]) == ("HEFT", 1.5, "wall")
-    assert data["speed_up"] == 4.0
-    assert "died" in " ".join(data["remarks"])
-    heft, single, etf, other = data["candidates"]
-    assert [one["name"] for one in data["candidates"] if one["chosen"]] == ["HEFT"]
-    assert heft["measured"]["wall_median_s"] == 1.5
-    assert heft["measured"]["wall_min_s"] == 1.0
-    assert heft["measured"]["spread"] == pytest.approx(1 / 3)
-    assert (heft["predicted_step_s"], heft["speed_up"]) == (1.0, 4.0)
-    assert (single["measured"], single["why"]) == (None, "died")
-    assert (etf["predicted_step_s"], etf["speed_up"], etf["why"]) == (None, None, "no room")
-    assert (other["measured"], other["speed_up"], other["why"]) == (None, 1.0, "")
-
-
-def test_a_single_device_that_failed_is_no_yardstick() -> None:
-    candidates = [
-        candidate(Kind.HEFT, 1.0, [1.0, 1.0, 1.0]),
-        candidate(Kind.SINGLE_DEVICE, 2.0, []),
-    ]
-    result = result_of(candidates)
-    assert np.isnan(result.speed_up)
-    assert "died" in result.verdict
-    assert len(result.remarks) == 1
-    result = result_of([*candidates, candidate(Kind.SINGLE_DEVICE, 4.0, None)])
-    assert result.speed_up == pytest.approx(4.0)
-
-
-def test_remarks_tell_of_the_impossible_scatter_and_wrong_predictions() -> None:
-    candidates = [
-        candidate(Kind.HEFT, 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
-        candidate(Kind.SINGLE_DEVICE, 4.0, [8.0] * 7),
-    ]
-    result = replace(result_of(candidates), lower_bound_s=2.0)
-    impossible, scatter, wrong = result.remarks
-    assert "2.00x" in impossible
-    assert "100%" in scatter
-    assert "0.50" in wrong
-    assert result.main_remarks == [impossible, scatter]
-
-
-def test_a_remark_tells_that_lstms_are_trained_by_another_kernel_where_nothing_is_placed() -> None:
-    step = tiny_models.lstm()
-    assert len(extraction_remarks(extract(step))) == 1
-    assert extraction_remarks(extract(replace(step, training=False))) == []
-    assert extraction_remarks(extract(tiny_models.tied_weights())) == []
-
-
 @pytest.mark.parametrize(("step_s", "rounds"), [(10.0, 7), (0.1, 15), (1e-4, 41), (0.0, 41)])
 def test_short_steps_are_run_more_often(step_s: float, rounds: int) -> None:
     assert rounds_for(step_s) == rounds
-
-
-def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
-    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0])
-    failed = candidate(Kind.ANNEALING, 1.0, [])
-    assert choose([failed, single]) is single
-    with pytest.raises(PlacementError, match="died"):
-        choose([failed])
-
-
-def test_without_measurements_the_prediction_decides_and_memory_is_a_reason() -> None:
-    etf = candidate(Kind.ETF, 1.0, None)
-    assert choose([etf, candidate(Kind.SINGLE_DEVICE, 2.0, None)]) is etf
-    with pytest.raises(PlacementError, match="ETF: a needs 2 B but has 1 B"):
-        choose([candidate(Kind.ETF, np.inf, None)])
 
 
 @pytest.mark.parametrize("objective", [Objective(), Objective(name="max-load")])
@@ -335,16 +135,6 @@ def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objecti
         optimize_problem(problem, search)
 
 
-def test_the_plan_that_misses_memory_by_least_is_named() -> None:
-    shortfalls = {Kind.EVOLUTION: 0, Kind.SINGLE_DEVICE: 30, Kind.HEFT: 10, Kind.ETF: 20}
-    candidates = [
-        candidate(kind, np.inf, None, missing_bytes=missing, why=f"a lacks {missing} B.")
-        for kind, missing in shortfalls.items()
-    ]
-    with pytest.raises(PlacementError, match="HEFT misses by least: a lacks 10 B"):
-        choose(candidates)
-
-
 def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
     resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
     problem = random_problem(1, ops=24, devices=3, memory_bytes=int(0.45 * resident))
@@ -353,14 +143,6 @@ def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
         optimize_problem(problem, search)
     found = optimize_problem(problem, replace(search, budget=Budget(evaluations=2000)))
     assert np.isfinite(found.best.predicted_s)
-
-
-def test_the_best_single_device_and_the_best_few_others_are_run() -> None:
-    candidates = [candidate(Kind.ANNEALING, 1.0 + i / 10, None) for i in range(4)]
-    candidates += [candidate(Kind.HEFT, 2.0, None), candidate(Kind.ETF, 2.1, None)]
-    candidates += [candidate(Kind.EVOLUTION, np.inf, None)]
-    candidates += [candidate(Kind.SINGLE_DEVICE, predicted_s, None) for predicted_s in (3.1, 3.0)]
-    assert worth_running(candidates, PAIR) == [8, 0, 1, 2, 3, 4]
 
 
 def chain(length: int) -> nx.DiGraph[str]:
@@ -391,7 +173,7 @@ def test_independent_ops_are_split_and_the_gain_is_told() -> None:
         add_op(graph, str(i), cost_s={"*": 1e-3})
     found = optimized(graph, budget="200e")
     assert found.best.predicted_s == pytest.approx(4e-3)
-    assert found.speed_up == pytest.approx(2.0)
+    assert found.speedup == pytest.approx(2.0)
     assert found.verdict.startswith("2.00x")
 
 

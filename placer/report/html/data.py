@@ -173,7 +173,7 @@ def _recorded_by_wall(found: Result) -> float | None:
 
 def _speed_up(found: Result) -> float | None:
     ratio = _recorded_speed_up(found)
-    return _finite(found.speed_up) if ratio is None else ratio
+    return _finite(found.speedup) if ratio is None else ratio
 
 
 def _speed_up_is(found: Result, row: Candidate) -> str:
@@ -205,7 +205,7 @@ def _candidates(found: Result) -> list[dict[str, Any]]:
             "name": row.name,
             "predicted_s": _finite(row.predicted_s),
             "measured": _measured(found, row),
-            "speed_up": _speed_up(found) if row is found.best else _finite(found.speed_up_of(row)),
+            "speed_up": _speed_up(found) if row is found.best else _finite(found.speedup_of(row)),
             "speed_up_is": _speed_up_is(found, row),
             "memory_bytes": list(row.peak_memory_bytes.values()),
             "measured_memory_bytes": _measured_memory(found, row),

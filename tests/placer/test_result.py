@@ -1,0 +1,255 @@
+"""Which candidates are run, which is chosen, and what a result says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import placer
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.extract import extract
+from graphs.graph import GraphArrays, add_op, new_graph
+from placer.choose import MEASURED_CANDIDATES, PlacementError, choose, worth_running
+from placer.messages import extraction_remarks
+from placer.result import Result
+from placer.search.candidate import Candidate, Kind, Prediction
+from tests.helpers import tiny_models
+
+PAIR = Cluster(
+    name="pair",
+    devices=(
+        Device(name="a", kind="x", memory_bytes=1 << 40),
+        Device(name="b", kind="x", memory_bytes=1 << 40),
+    ),
+    links=(Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9),),
+)
+ANNEALING, HEFT, SPLIT, SINGLE = (
+    Kind.ANNEALING,
+    Kind.HEFT,
+    Kind.LAYER_SPLIT,
+    Kind.SINGLE_DEVICE,
+)
+
+
+def candidate(
+    kind: Kind,
+    predicted_s: float,
+    runs_s: list[float] | None = None,
+    *,
+    name: str = "",
+    why: str = "a needs 2 B but has 1 B",
+    missing_bytes: int = 0,
+) -> Candidate:
+    """Return a candidate of two ops with these measurements; CPU-clock time equals wall time."""
+    devices = np.array((0, 0) if kind is Kind.SINGLE_DEVICE else (0, 1), np.int32)
+    priority = np.array((1.0, 0.0))
+    placement = Placement(
+        graph="",
+        cluster="pair",
+        ops=("x", "y"),
+        device_names=("a", "b"),
+        devices=tuple(devices.tolist()),
+        priority=tuple(priority.tolist()),
+    )
+    measurement = None
+    if runs_s is not None:
+        times = np.array(runs_s)
+        measurement = Measurement(wall_s=times, cpu_clock_s=times, failure="" if runs_s else "died")
+    return Candidate(
+        kind=kind,
+        name=name or kind.value,
+        devices=devices,
+        priority=priority,
+        step_ns=0,
+        prediction=Prediction(
+            placement=placement,
+            objective_s=predicted_s,
+            peak_memory_bytes={"a": 1, "b": 1},
+            why="" if np.isfinite(predicted_s) else why,
+            missing_bytes=missing_bytes,
+        ),
+        measurement=measurement,
+    )
+
+
+@pytest.mark.parametrize(
+    ("runs_s", "chosen"),
+    [
+        pytest.param(
+            {ANNEALING: [2.0, 2.1, 2.0], HEFT: [1.5, 1.6, 1.5], SINGLE: [3.0, 3.0, 3.1]},
+            HEFT,
+            id="fastest",
+        ),
+        pytest.param(
+            {ANNEALING: [3.2, 3.1, 3.2], SINGLE: [3.0, 3.0, 3.0]}, SINGLE, id="slower than one"
+        ),
+        pytest.param(
+            {
+                ANNEALING: [1.000, 1.050, 0.990],
+                SPLIT: [1.001, 1.040, 1.000],
+                SINGLE: [3.0, 3.0, 3.1],
+            },
+            SPLIT,
+            id="simplest of a tie",
+        ),
+        pytest.param(
+            {ANNEALING: [0.98, 1.30, 0.99], SPLIT: [1.02, 1.28, 0.98], SINGLE: [1.0, 1.31, 1.005]},
+            ANNEALING,
+            id="simpler tie slower than one device",
+        ),
+        pytest.param(
+            {ANNEALING: [0.98, 1.30, 0.99], SPLIT: [1.02, 1.28, 0.98]}, SPLIT, id="no single device"
+        ),
+        pytest.param(
+            {HEFT: [1.91, 2.30, 1.99], SINGLE: [2.00, 2.05, 2.01]}, SINGLE, id="within noise of one"
+        ),
+        pytest.param(
+            {
+                ANNEALING: [1.90, 1.95, 1.92],
+                HEFT: [1.91, 2.30, 1.99],
+                SINGLE: [2.00, 2.05, 2.01],
+            },
+            ANNEALING,
+            id="tie with a noisy one",
+        ),
+        pytest.param({ANNEALING: [], SINGLE: [3.0, 3.0]}, SINGLE, id="failed"),
+        pytest.param({Kind.OTHER: [1.0, 1.1, 1.0], ANNEALING: [1.0, 1.1, 1.0]}, ANNEALING),
+    ],
+)
+def test_the_fastest_wins_and_the_simplest_of_a_tie(
+    runs_s: dict[Kind, list[float]], chosen: Kind
+) -> None:
+    assert choose([candidate(kind, 1.0, times) for kind, times in runs_s.items()]).kind is chosen
+
+
+def test_without_measurements_the_prediction_decides_and_then_simplicity() -> None:
+    etf, annealing = candidate(Kind.ETF, 1.0), candidate(ANNEALING, 1.0)
+    assert choose([annealing, etf, candidate(SINGLE, 2.0)]) is etf
+    assert choose([candidate(Kind.OTHER, 1.0), annealing]) is annealing
+
+
+def test_where_nothing_can_run_the_error_has_the_nearest_reason() -> None:
+    with pytest.raises(PlacementError, match="died"):
+        choose([candidate(ANNEALING, 1.0, [])])
+    shortfalls = {Kind.EVOLUTION: 0, SINGLE: 30, HEFT: 10, Kind.ETF: 20}
+    candidates = [
+        candidate(kind, np.inf, missing_bytes=missing, why=f"a lacks {missing} B.")
+        for kind, missing in shortfalls.items()
+    ]
+    with pytest.raises(PlacementError, match="HEFT misses by least: a lacks 10 B"):
+        choose(candidates)
+
+
+def test_kinds_are_ordered_by_simplicity_and_the_last_are_equal() -> None:
+    single, *several = (candidate(kind, 1.0).simplicity for kind in Kind)
+    ranked = several[: list(Kind).index(ANNEALING)]
+    assert [single, *ranked] == sorted({single, *ranked})
+    assert set(several[len(ranked) :]) == {ranked[-1] + 1}
+
+
+def test_the_best_single_device_the_best_few_others_and_a_warm_start_are_run() -> None:
+    candidates = [candidate(ANNEALING, 1.0 + i / 10) for i in range(4)]
+    candidates += [candidate(HEFT, 2.0), candidate(Kind.ETF, 2.1)]
+    candidates += [candidate(Kind.EVOLUTION, np.inf)]
+    candidates += [candidate(SINGLE, predicted_s) for predicted_s in (3.1, 3.0)]
+    assert worth_running(candidates, PAIR) == [8, 0, 1, 2, 3, 4]
+    candidates += [
+        candidate(kind, 9.0, name="warm start") for kind in (Kind.OTHER, Kind.WARM_START)
+    ]
+    assert MEASURED_CANDIDATES == 5
+    assert worth_running(candidates, PAIR) == [8, 0, 1, 2, 3, 4, 10]
+
+
+def result_of(candidates: list[Candidate]) -> Result:
+    """Return a result of two ops with these candidates."""
+    graph = new_graph("two")
+    for op_id in ("x", "y"):
+        add_op(graph, op_id, cost_s={"*": 1.0})
+    best = choose(candidates)
+    return Result(
+        placement=best.placement,
+        problem=Problem.of(GraphArrays.from_graph(graph), PAIR),
+        candidates=tuple(candidates),
+        best=best,
+        lower_bound_s=1.0,
+        search_s=0.0,
+        stopped=False,
+    )
+
+
+def test_a_result_is_plain_data_for_machines() -> None:
+    candidates = [
+        candidate(HEFT, 1.0, [1.0, 1.5, 2.0]),
+        candidate(SINGLE, 2.0, []),
+        candidate(Kind.ETF, np.inf, why="no room"),
+        candidate(SINGLE, 4.0),
+    ]
+    data = result_of(candidates).with_times().to_dict()
+    json.dumps(data, allow_nan=False)
+    assert (data["best"], data["step_s"], data["measured"]["clock"]) == ("HEFT", 1.5, "wall")
+    assert data["speed_up"] == 4.0
+    assert "died" in " ".join(data["remarks"])
+    heft, single, etf, other = data["candidates"]
+    assert [one["name"] for one in data["candidates"] if one["chosen"]] == ["HEFT"]
+    assert heft["measured"]["wall_median_s"] == 1.5
+    assert heft["measured"]["wall_min_s"] == 1.0
+    assert heft["measured"]["spread"] == pytest.approx(1 / 3)
+    assert (heft["predicted_step_s"], heft["speed_up"]) == (1.0, 4.0)
+    assert (single["measured"], single["why"]) == (None, "died")
+    assert (etf["predicted_step_s"], etf["speed_up"], etf["why"]) == (None, None, "no room")
+    assert (other["measured"], other["speed_up"], other["why"]) == (None, 1.0, "")
+
+
+def test_a_single_device_that_failed_is_no_yardstick() -> None:
+    candidates = [candidate(HEFT, 1.0, [1.0, 1.0, 1.0]), candidate(SINGLE, 2.0, [])]
+    result = result_of(candidates)
+    assert np.isnan(result.speedup)
+    assert "died" in result.verdict
+    assert len(result.remarks) == 1
+    assert result_of([*candidates, candidate(SINGLE, 4.0)]).speedup == pytest.approx(4.0)
+
+
+def test_remarks_say_what_is_impossible_scattered_and_wrongly_predicted() -> None:
+    candidates = [
+        candidate(HEFT, 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
+        candidate(SINGLE, 4.0, [8.0] * 7),
+    ]
+    result = replace(result_of(candidates), lower_bound_s=2.0)
+    impossible, scatter, wrong = result.remarks
+    assert "2.00x" in impossible
+    assert "100%" in scatter
+    assert "0.50" in wrong
+    assert result.main_remarks == [impossible, scatter]
+
+
+def test_a_remark_says_that_lstms_are_trained_by_another_kernel_where_nothing_is_placed() -> None:
+    step = tiny_models.lstm()
+    assert len(extraction_remarks(extract(step))) == 1
+    assert extraction_remarks(extract(replace(step, training=False))) == []
+    assert extraction_remarks(extract(tiny_models.tied_weights())) == []
+
+
+def test_results_placements_and_clusters_are_small_tables_in_notebooks(tmp_path: Path) -> None:
+    graph = new_graph("two")
+    for op_id in ("x", "y"):
+        add_op(graph, op_id, cost_s={"*": 1e-3})
+    cluster = replace(PAIR, name="<pair>")
+    result = placer.optimize(graph, cluster, budget="10e", progress=False)
+    for shown in (result, result.placement, result.problem.cluster):
+        html = shown._repr_html_()
+        assert html.startswith("<table>")
+        assert html.endswith("</table>")
+        assert "<pair>" not in html
+        assert len(repr(shown)) < 1000
+        assert "a" in str(shown)
+    assert "2.00x" in result._repr_html_()
+    assert "&lt;pair&gt;" in cluster._repr_html_()
+    result.report(tmp_path / "report.html")
+    assert "<html" in (tmp_path / "report.html").read_text()
