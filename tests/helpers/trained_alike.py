@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload
@@ -17,7 +18,7 @@ from tests.helpers.tiny_models import forward
 
 def assert_trains_alike(
     step: Workload,
-    placed: PlacedModule | HookedModule,
+    placed: PlacedModel | PlacedModule | HookedModule,
     *,
     run: Callable[..., Any] | None = None,
     steps: int = 3,
@@ -26,12 +27,13 @@ def assert_trains_alike(
 ) -> None:
     """Assert that losses, gradients, parameters and buffers of some SGD steps equal the model's.
 
-    ``step`` is on the CPU and is not changed; ``run`` is called for each step, by default
-    ``placed``.
+    ``step`` is on the CPU and is not changed; ``run`` returns the loss of a step, by default
+    ``placed`` does.
     """
+    module = placed.model if isinstance(placed, PlacedModel) else placed
     plain = copy.deepcopy(step)
     plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=rate)
-    placed_sgd = torch.optim.SGD(placed.parameters(), lr=rate)
+    placed_sgd = torch.optim.SGD(module.parameters(), lr=rate)
     for number in range(steps):
         plain_sgd.zero_grad()
         placed_sgd.zero_grad()
@@ -39,13 +41,16 @@ def assert_trains_alike(
         expected = forward(plain)
         expected.backward()
         torch.manual_seed(number)
-        loss = (placed if run is None else run)(*step.inputs, **step.keywords)
-        loss.backward()
+        if isinstance(placed, PlacedModel):
+            loss = placed.step(*step.inputs, **step.keywords)
+        else:
+            loss = (placed if run is None else run)(*step.inputs, **step.keywords)
+            loss.backward()
         assert_close(loss.detach(), expected.detach(), tolerance)
-        assert_close(on_cpu(gradients(placed)), on_cpu(gradients(plain.model)), tolerance)
+        assert_close(on_cpu(gradients(module)), on_cpu(gradients(plain.model)), tolerance)
         plain_sgd.step()
         placed_sgd.step()
-    assert_close(on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()), tolerance)
+    assert_close(on_cpu(module.state_dict()), on_cpu(plain.model.state_dict()), tolerance)
 
 
 def assert_close(found: Any, expected: Any, tolerance: float) -> None:

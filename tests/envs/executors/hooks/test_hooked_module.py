@@ -1,11 +1,8 @@
-"""Models that run their own code with modules on two torch devices compute the same results."""
+"""Models that run their own code with hooks: data-dependent code, writes, and their lifetime."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import random
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,104 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from envs.executors.hooks.hooked_module import HookedModule
-from graphs.extract import Extraction, Workload, extract
-from graphs.extract.placeable import module_map
-from graphs.graph import attributes_of
+from graphs.extract import Workload, extract
 from tests.helpers import tiny_models
-from tests.helpers.extracted_steps import DOUBLE, STEPS, made
+from tests.helpers.extracted_steps import made
 from tests.helpers.hooked import placed_at, two_linear
+from tests.helpers.placed_steps import by_modules
 from tests.helpers.tiny_models import Plain, forward
 from tests.helpers.trained_alike import assert_trains_alike
-from tests.helpers.vdev import TRANSFERS, vdev
+from tests.helpers.vdev import vdev
 
 torch.set_num_threads(1)
 
-TRAINING = [name for name in STEPS if name not in tiny_models.INFERENCE]
-QUICK = (
-    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
-    *("weighted_loss", "stacked_moe", "dlrm", "gpt2"),
-)
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
-
-def seeds() -> list[Any]:
-    """Return two seeds per model; one of each quick model is a quick test, all others are slow."""
-    return [
-        pytest.param(name, seed, marks=() if name in QUICK and not seed else pytest.mark.slow)
-        for name in TRAINING
-        for seed in range(2)
-    ]
-
-
-@functools.cache
-def by_modules(name: str) -> Extraction:
-    return extract(made(name), "modules")
-
-
-def own(extraction: Extraction) -> Extraction:
-    """Return a copy with its own model."""
-    return copy.deepcopy(extraction)
-
-
-def at_random(
-    extraction: Extraction, devices: Sequence[torch.device | str], seed: int
-) -> dict[str, torch.device | str]:
-    """Return {module path: random device}, with colocated modules on one device."""
-    modules = module_map(extraction)
-    groups = [attributes_of(modules.graph, op)["colocate"] or op for op in modules.graph]
-    randomly = random.Random(seed)
-    chosen = {group: randomly.choice(devices) for group in dict.fromkeys(groups)}
-    if len(chosen) > 1:
-        chosen |= dict(zip(randomly.sample(list(chosen), len(devices)), devices, strict=True))
-    return modules.devices_of_calls([chosen[group] for group in groups])
-
-
-# --- any placement computes what the model computes
-
-
-@pytest.mark.parametrize(("name", "seed"), seeds())
-def test_training_on_two_devices_is_that_of_the_model(
-    name: str, seed: int, device: torch.device
-) -> None:
-    extraction = own(by_modules(name))
-    devices = at_random(extraction, ["cpu", device], seed)
-    placed = HookedModule(extraction, devices)
-    TRANSFERS.clear()
-    assert_trains_alike(by_modules(name).step, placed, rate=1e-4 if name in DOUBLE else 0.01)
-    assert placed.state_dict().keys() == by_modules(name).step.model.state_dict().keys()
-    if len(set(devices.values())) > 1:
-        assert TRANSFERS
-
-
-@pytest.mark.parametrize(("seed", "bias"), [(0, True), (1, False)])
-def test_recurrent_layers_with_gates_are_trained_on_two_devices(
-    seed: int, bias: bool, device: torch.device
-) -> None:
-    step = tiny_models.gru(bias=bias)
-    extraction = extract(copy.deepcopy(step), "modules")
-    placed = HookedModule(extraction, at_random(extraction, ["cpu", device], seed))
-    TRANSFERS.clear()
-    assert_trains_alike(step, placed)
-    assert TRANSFERS
-
-
-@pytest.mark.parametrize("name", sorted(tiny_models.INFERENCE))
-@pytest.mark.parametrize("seed", range(2))
-def test_inference_on_two_devices_is_that_of_the_model(
-    name: str, seed: int, device: torch.device
-) -> None:
-    for inference_mode in (False, True):
-        extraction = own(by_modules(name))
-        expected = forward(copy.deepcopy(extraction.step))
-        placed = HookedModule(extraction, at_random(extraction, ["cpu", device], seed))
-        with torch.inference_mode(inference_mode):
-            found = placed(*extraction.step.step_inputs, **extraction.step.keywords)
-        on_one = tree_map_only(Tensor, lambda t: t.detach().cpu(), found)
-        torch.testing.assert_close(on_one, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- what the model does depends on its data
@@ -185,7 +98,7 @@ def test_what_depends_on_the_data_is_trained_on_any_data(
     torch.manual_seed(seed)
     step = Workload.of(model(), (torch.randn(5, 4), torch.randn(5, 3)), tiny_models.squared)
     extraction = extract(copy.deepcopy(step), "modules")
-    placed = HookedModule(extraction, at_random(extraction, ["cpu", device], seed))
+    placed = by_modules(extraction, ["cpu", device], seed)
     paths = set()
     for scale in (1.0, 0.05, 8.0):
         inputs = (scale * torch.randn(7, 4), torch.randn(7, 3))  # also of another shape
@@ -312,19 +225,6 @@ def test_a_step_in_bf16_is_under_autocast_on_each_of_its_devices(device: torch.d
 # --- lifetime of a placed model
 
 
-def test_dropout_is_switched_off_in_eval_mode_and_on_again(device: torch.device) -> None:
-    step = two_linear(lambda m, x: m.second(m.dropout(m.first(x))), dropout=nn.Dropout(0.5))
-    _, placed = placed_at(step, {"": "cpu", "dropout": device})
-    assert placed.training
-    placed.eval()
-    with torch.no_grad():
-        expected = copy.deepcopy(step.model).eval()(step.inputs[0])
-    for inputs in (step.inputs, step.model_inputs):
-        torch.testing.assert_close(placed(*inputs), expected, rtol=1e-5, atol=1e-6)
-    placed.train()
-    assert_trains_alike(step, placed)
-
-
 def test_it_is_placed_anew_and_moves_back_what_was_moved(device: torch.device) -> None:
     step = made("norm_twice")
     _, placed = placed_at(step, {"": "cpu"})
@@ -387,14 +287,6 @@ def test_ctrl_c_in_the_model_leaves_nothing_behind(device: torch.device) -> None
         placed(*step.inputs)
     with pytest.raises(RuntimeError, match="one device"):
         torch.ones(2) + torch.ones(2, device=device)
-    assert_trains_alike(step, placed)
-
-
-def test_an_error_of_the_model_leaves_it_ready_for_the_next_call(device: torch.device) -> None:
-    step = two_linear(lambda m, x: m.second(m.first(x)))
-    _, placed = placed_at(step, {"": "cpu", "first": device})
-    with pytest.raises(RuntimeError, match="shapes"):
-        placed(torch.randn(3, 5), step.inputs[1])
     assert_trains_alike(step, placed)
 
 

@@ -134,24 +134,9 @@ def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) ->
     assert torch.equal(found, tensor)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_what_is_staged_is_pinned() -> None:
-    assert staged(torch.ones(3)).is_pinned()
-
-
 def test_what_is_staged_keeps_its_order_in_memory() -> None:
     transposed = torch.arange(12.0).reshape(3, 4).t()
     assert staged(transposed).stride() == transposed.stride()
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_the_gradient_of_a_sum_on_the_host_goes_back_to_a_gpu() -> None:
-    far = torch.randn(3, 4, device=second(), requires_grad=True)
-    torch.autograd.backward(arrived(sending(far, CPU)).sum())
-    assert far.grad is not None
-    assert torch.equal(far.grad.cpu(), torch.ones(3, 4))
 
 
 @pytest.mark.gpu

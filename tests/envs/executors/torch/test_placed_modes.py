@@ -12,13 +12,10 @@ from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import ExtractionError, Workload, extract
-from graphs.optimizer import Optimizer
-from tests.helpers import tiny_models
 from tests.helpers.extracted_steps import fresh, on
 from tests.helpers.in_turn import in_turn
 from tests.helpers.random_devices import random_devices
-from tests.helpers.tiny_models import Plain, squared, state_of
-from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
+from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import on_cpu
 from tests.helpers.vdev import TRANSFERS
 
@@ -69,29 +66,6 @@ def trained(
     return seen
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_in_eval_mode_it_answers_as_the_model_does(seed: int, device: torch.device) -> None:
-    extraction = extract(dropping())
-    plain = copy.deepcopy(extraction.step)
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], seed))
-    objects = dict(placed.named_parameters())
-    names = placed.state_dict().keys()
-    for _ in range(2):
-        assert placed.eval() is placed
-        assert not any(module.training for module in placed.modules())
-        found = placed(*plain.model_inputs)
-        assert not found.requires_grad
-        torch.testing.assert_close(found.cpu(), answer(plain), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(placed(*plain.inputs).cpu(), found.cpu(), rtol=0, atol=0)
-        assert placed.train() is placed
-        assert all(module.training for module in placed.modules())
-        assert placed(*plain.inputs).dim() == 0, "the loss again"
-        plain.model(*plain.model_inputs)  # updates its statistics with the batch as well
-    assert placed.state_dict().keys() == names
-    assert all(own is objects[name] for name, own in placed.named_parameters())
-    torch.testing.assert_close(on_cpu(placed.state_dict()), state_of(plain), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "name", in_turn(["conv_net", "tied_weights", "norm_twice", "bert", "frozen_norm"])
 )
@@ -112,23 +86,6 @@ def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> 
         seen = trained(extraction.step, placed, 3, validate)
         losses.append((seen[:: 2 if validate else 1], on_cpu(placed.state_dict())))
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
-
-
-def test_the_step_s_own_optimizer_goes_on_after_validation(device: torch.device) -> None:
-    step = with_optimizer(fresh("tied_weights").step, "adamw", learning_rate=0.01)
-    plain = copy.deepcopy(step)
-    extraction = extract(step)
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 3))
-    optimizer = torch_optimizer(plain.model, Optimizer(kind="adamw", learning_rate=0.01))
-    for _ in range(3):
-        optimizer.zero_grad()
-        expected = tiny_models.forward(plain)
-        expected.backward()
-        optimizer.step()
-        found = placed.train().step(*plain.inputs)
-        torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
-        found = placed.eval().step(*plain.inputs)
-        torch.testing.assert_close(host_only(found), answer(plain), rtol=1e-5, atol=1e-5)
 
 
 def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Placed modules on two torch devices compute the same as the model."""
+"""Calls of placed modules on two torch devices: writes, transfers, state and autocast."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload, extract
-from tests.helpers import tiny_models
-from tests.helpers.extracted_steps import DOUBLE, STEPS, copied, extracted, fresh, on
+from tests.helpers.extracted_steps import copied, fresh, on
 from tests.helpers.random_devices import random_devices, random_order
 from tests.helpers.tiny_models import Plain, forward, state_of
 from tests.helpers.trained_alike import assert_trains_alike, on_cpu
@@ -23,70 +22,7 @@ from tests.helpers.vdev import TRANSFERS, vdev
 
 torch.set_num_threads(1)
 
-INFERENCE = [
-    *("structured_output", "conv_net_inference", "channels_last_inference"),
-    *("norm_twice_inference", "views_inference", "lstm_inference"),
-]
-TRAINING = [name for name in STEPS if name not in tiny_models.INFERENCE]
-QUICK = (
-    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
-    *("decaying_weight", "weighted_loss", "gpt2"),
-)
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
-
-def seeds() -> list[Any]:
-    """Return two seeds per model, the second with a random order; slow but for quick models."""
-    return [
-        pytest.param(name, seed, marks=() if name in QUICK else pytest.mark.slow)
-        for name in TRAINING
-        for seed in range(2)
-    ]
-
-
-# --- any placement computes what the model computes
-
-
-@pytest.mark.parametrize(("name", "seed"), seeds())
-def test_training_on_two_devices_is_that_of_the_model(
-    name: str, seed: int, device: torch.device
-) -> None:
-    original = extracted(name)
-    extraction = fresh(name)
-    devices = random_devices(extraction, ["cpu", device], seed)
-    order = random_order(extraction, seed) if seed % 2 else ()
-    placed = PlacedModule(extraction, devices, order)
-    TRANSFERS.clear()
-    assert_trains_alike(original.step, placed, rate=1e-4 if name in DOUBLE else 0.01)
-    assert TRANSFERS
-
-
-@pytest.mark.parametrize(("seed", "bias"), [(0, True), (1, False)])
-def test_recurrent_layers_with_gates_are_trained_on_two_devices(
-    seed: int, bias: bool, device: torch.device
-) -> None:
-    step = tiny_models.gru(bias=bias)
-    extraction = extract(copy.deepcopy(step))
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], seed))
-    TRANSFERS.clear()
-    assert_trains_alike(step, placed)
-    assert TRANSFERS
-
-
-@pytest.mark.parametrize("name", INFERENCE)
-@pytest.mark.parametrize("seed", range(2))
-def test_inference_on_two_devices_is_that_of_the_model(
-    name: str, seed: int, device: torch.device
-) -> None:
-    extraction = fresh(name)
-    expected = forward(copy.deepcopy(extraction.step))
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], seed))
-    TRANSFERS.clear()
-    found = placed(*extraction.step.step_inputs, **extraction.step.keywords)
-    on_one = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), found)
-    torch.testing.assert_close(on_one, expected, rtol=1e-5, atol=1e-6)
-    assert TRANSFERS
 
 
 # --- in-place writes
@@ -264,14 +200,3 @@ def test_autocast_within_the_model_stays() -> None:
     plain = copy.deepcopy(extraction.step)
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
     assert torch.equal(placed(*plain.inputs), forward(plain))
-
-
-def test_the_mode_is_that_of_the_step() -> None:
-    extraction = fresh("frozen_norm")
-    placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
-    assert placed.training
-    assert placed.train() is placed
-    assert not placed.get_submodule("1").training, "frozen modules stay so"
-    assert placed.eval().train().training
-    assert placed.get_submodule("0").training
-    assert not placed.get_submodule("1").training

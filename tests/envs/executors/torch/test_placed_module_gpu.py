@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,16 +83,6 @@ def test_training_on_the_gpu_alone_sends_nothing_but_inputs(name: str) -> None:
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", ["structured_output", "norm_twice_inference", "views_inference"])
-def test_inference_on_gpu_and_cpu_is_that_of_the_model(name: str) -> None:
-    extraction = extracted(name)
-    expected = forward(copy.deepcopy(extraction.step))
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 0))
-    found = placed(*extraction.step.step_inputs, **extraction.step.keywords)
-    on_cpu = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.cpu(), found)
-    torch.testing.assert_close(on_cpu, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_launching_on_the_gpu_alone_never_waits_for_it() -> None:
     extraction = extracted("bert")
     placed = PlacedModule(extraction, all_on(extraction, GPU))
@@ -112,29 +101,6 @@ def test_inputs_in_pinned_memory_arrive() -> None:
     expected = placed(*extraction.step.inputs)
     pinned = [tensor.pin_memory() for tensor in extraction.step.inputs]
     assert torch.equal(placed(*pinned), expected)
-
-
-def test_a_scaled_and_clipped_step_of_adamw_under_autocast_spans_devices() -> None:
-    extraction = extracted("bert")
-    plain = copy.deepcopy(extraction.step)
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
-    assert {p.device.type for p in placed.parameters()} == {"cpu", "cuda"}
-    optimizer = torch.optim.AdamW(placed.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cuda")
-    with torch.autocast("cuda", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
-        loss = placed(**extraction.step.keywords)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(placed.parameters(), 1.0)
-    assert torch.isfinite(norm)
-    before = {name: own.detach().clone() for name, own in placed.named_parameters()}
-    scaler.step(optimizer)
-    scaler.update()
-    changed = [n for n, own in placed.named_parameters() if not torch.equal(own, before[n])]
-    assert changed
-    torch.testing.assert_close(
-        loss.detach().float().cpu(), forward(plain).detach(), rtol=0.05, atol=0
-    )
 
 
 def test_autocast_within_the_model_is_that_of_the_device() -> None:
@@ -167,19 +133,6 @@ def test_weights_that_were_there_before_are_not_sent_again() -> None:
     placed.place(here)
     assert placed.moved_bytes > sent, "what was trained is sent"
     torch.testing.assert_close(dict(placed.state_dict()), trained, rtol=0, atol=0)
-
-
-def test_an_optimizer_that_reloads_its_state_goes_on_after_a_move() -> None:
-    extraction = extracted("conv_net")
-    placed = PlacedModule(extraction, all_on(extraction, "cpu"))
-    optimizer = torch.optim.AdamW(placed.parameters())
-    for device in ("cpu", GPU):
-        placed.place(all_on(extraction, device))
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.zero_grad()
-        placed(*extraction.step.inputs).backward()
-        optimizer.step()
-    assert {p.device for p in placed.parameters()} == {GPU}
 
 
 def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
@@ -220,13 +173,3 @@ def test_a_step_in_bf16_is_near_that_of_the_cpu() -> None:
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
     assert_close(placed.step(*extraction.step.inputs), expected, 0.02)
     assert all(own.grad is not None for own in placed.parameters())
-
-
-def test_its_checkpoint_is_one_of_the_model(tmp_path: Path) -> None:
-    extraction = extracted("attention")
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 0))
-    torch.save(placed.state_dict(), tmp_path / "saved")
-    plain = extracted("attention").step.model
-    plain.load_state_dict(torch.load(tmp_path / "saved", map_location="cpu"))
-    for name, tensor in plain.state_dict().items():
-        assert_close(placed.state_dict()[name], tensor, 0.0)

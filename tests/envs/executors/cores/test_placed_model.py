@@ -1,0 +1,340 @@
+"""Placed models on pinned cores: their shared memory, their state, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.fork_server import running_server
+from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.cores.processes import WorkerProcess
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import discover
+from envs.placement import Placement
+from graphs.extract import Workload, extract
+from graphs.graph import GraphArrays
+from placer.sources.target import load_step
+from tests.helpers import tiny_models
+from tests.helpers.folders import ROOT
+from tests.helpers.placed_steps import CORES, on_cores, open_descriptors, two_cores, worker_ids
+from tests.helpers.processes import becomes_true, descendants, is_alive
+from tests.helpers.tiny_models import assert_same, eager, forward, gradients_of, state_of
+from tests.helpers.trained_alike import assert_trains_alike
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+MODELS = ROOT / "graphs" / "models"
+
+
+def inference(step: Workload) -> Workload:
+    return Workload(step.model, step.inputs, step.keywords, step.loss, training=False)
+
+
+# --- training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["inception", "nmt", "two_towers", "nasnet", "moe"])
+def test_reference_models_in_full_size_are_bit_for_bit_the_unplaced_step(target: str) -> None:
+    step = load_step(str(MODELS / f"{target}.py:build"), training=True)
+    expected = eager(step)
+    with on_cores(extract(step), 1) as placed:
+        output = placed.step(*step.inputs)
+        assert_same(output, expected.output)
+        assert_same(gradients_of(step), expected.gradients)
+        assert_same(state_of(step), expected.state)
+
+
+@pytest.mark.parametrize("zero_grad", [{"set_to_none": True}, {"set_to_none": False}, None])
+def test_gradients_in_shared_memory_are_cleared_and_added_up_as_torch_does(
+    zero_grad: dict[str, bool] | None,
+) -> None:
+    step = tiny_models.conv_net()
+    twin = copy.deepcopy(step)
+    optimizers = [
+        torch.optim.SGD(own.model.parameters(), lr=0.05, momentum=0.9) for own in (step, twin)
+    ]
+    with on_cores(extract(step)) as placed:
+        for number in range(4):
+            batch = (step.inputs[0] + number, step.inputs[1])
+            for optimizer in optimizers:
+                if zero_grad is not None:
+                    optimizer.zero_grad(**zero_grad)
+            loss = forward(Workload.of(twin.model, batch, twin.loss))
+            loss.backward()
+            assert_same(placed.step(*batch), loss.detach())
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same(gradients_of(step), gradients_of(twin))
+    assert_same(state_of(step), state_of(twin))
+    assert_same(gradients_of(step), gradients_of(twin))
+
+
+@pytest.fixture
+def four_devices(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Return four devices; with fewer cores, their workers share the cores."""
+    if len(CORES) >= 4:
+        return discover(",".join(f"core:{core}" for core in CORES[:4]))
+
+    def on_own_cores(device: Device, cores: Sequence[int], *rest: Any) -> WorkerProcess:
+        return WorkerProcess(device, [CORES[core % len(CORES)] for core in cores], *rest)
+
+    monkeypatch.setattr("envs.executors.cores.pool.cores_of", lambda name: (int(name[5:]),))
+    monkeypatch.setattr("envs.executors.cores.pool.WorkerProcess", on_own_cores)
+    devices = (Device(name=f"core:{i}", kind="core", memory_bytes=1 << 30) for i in range(4))
+    return Cluster(name="four", devices=tuple(devices))
+
+
+def test_four_devices_train_bit_for_bit_as_none(four_devices: Cluster) -> None:
+    step = tiny_models.attention()
+    twin = copy.deepcopy(step)
+    with on_cores(extract(step), 3, four_devices) as placed:
+        assert_trains_alike(twin, placed, steps=10, tolerance=0.0)
+        assert len(set(worker_ids(placed))) == 4
+
+
+def test_a_placed_model_tells_the_memory_that_its_workers_held() -> None:
+    size = 1000
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False))
+    step = Workload.of(model, (torch.randn(4, size), torch.randn(4, size)), tiny_models.squared)
+    with on_cores(extract(step), 2) as placed:
+        placed.step(*step.inputs)
+        held = placed.peak_memory_bytes()
+    assert list(held) == [device.name for device in two_cores().devices]
+    parameters_and_gradients = 4 * size * size * 4
+    assert sum(held.values()) >= parameters_and_gradients
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.peak_memory_bytes()
+
+
+def test_workers_outlive_the_thread_that_started_them() -> None:
+    step = tiny_models.views()
+    made: list[PlacedModel] = []
+    thread = threading.Thread(target=lambda: made.append(on_cores(extract(step))))
+    thread.start()
+    thread.join()
+    with made[0] as placed:
+        time.sleep(0.1)
+        assert_same(placed.step(*step.inputs), eager(step).output.detach())
+
+
+# --- memory of the state
+
+
+def test_a_saved_model_holds_its_parameters_and_nothing_else_of_the_shared_memory(
+    tmp_path: Path,
+) -> None:
+    step = tiny_models.STEPS["conv_net"]()
+    torch.save(step.model.state_dict(), tmp_path / "before.pt")
+    with on_cores(extract(step)) as model:
+        model.step(*step.inputs)
+        for parameter in step.model.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+            assert parameter.grad is not None
+            assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+        torch.save(step.model.state_dict(), tmp_path / "placed.pt")
+    before, placed_bytes = ((tmp_path / n).stat().st_size for n in ("before.pt", "placed.pt"))
+    assert placed_bytes <= 1.1 * before
+
+
+def test_two_placed_models_take_turns_on_one_model() -> None:
+    step = tiny_models.conv_net()
+    asking = inference(step)
+    optimizer = torch.optim.SGD(step.model.parameters(), lr=0.5)
+    with on_cores(extract(step)) as training, on_cores(extract(asking), 1) as answering:
+        for _ in range(3):
+            optimizer.zero_grad()
+            expected = forward(copy.deepcopy(step)).detach()
+            assert_same(training.step(*step.inputs), expected)
+            optimizer.step()
+            with torch.no_grad():
+                answer = step.model.eval()(*step.model_inputs)
+            step.model.train()
+            assert_same(answering.step(*step.model_inputs), answer)
+
+
+def test_closing_a_placed_model_leaves_the_other_one_right() -> None:
+    step = tiny_models.tied_weights()
+    extraction = extract(step)
+    first, second = on_cores(extraction), on_cores(extraction, 1)
+    optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
+    second.step(*step.inputs)
+    first.close()
+    optimizer.step()
+    expected = forward(step).detach()
+    with second:
+        assert_same(second.step(*step.inputs), expected)
+    before = state_of(step)
+    gc.collect()
+    assert_same(state_of(step), before)
+
+
+def test_state_that_moved_is_seen() -> None:
+    step = inference(tiny_models.conv_net())
+    with on_cores(extract(step)) as model:
+        step.model.double().float()
+        with torch.no_grad():
+            for tensor in step.named_state().values():
+                tensor.zero_()
+            step.model.get_buffer("1.running_var").fill_(1.0)
+            step.model.get_parameter("7.bias").fill_(3.0)
+        answer = model.step(*step.model_inputs)
+        assert_same(answer, torch.full((4, 5), 3.0))
+        fresh = {name: torch.zeros_like(own) for name, own in step.model.state_dict().items()}
+        step.model.load_state_dict(fresh, assign=True)
+        assert_same(model.step(*step.model_inputs), torch.zeros(4, 5))
+
+
+def test_a_weight_that_was_transposed_in_place_is_seen() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 3)
+    step = Workload.of(linear, torch.randn(2, 3), training=False)
+    with on_cores(extract(step)) as model:
+        linear.weight.data = linear.weight.data.t()
+        with torch.no_grad():
+            expected = step.model(*step.inputs)
+        torch.testing.assert_close(model.step(*step.inputs), expected)
+
+
+def test_state_of_another_form_is_refused_and_may_come_back() -> None:
+    step = inference(tiny_models.conv_net())
+    with on_cores(extract(step)) as model:
+        expected = model.step(*step.model_inputs)
+        step.model.double()
+        with pytest.raises(ValueError, match=r"0\.weight .*float64 .*float32"):
+            model.step(*step.model_inputs)
+        step.model.float()
+        step.model.get_parameter("7.bias").data = torch.zeros(6)
+        with pytest.raises(ValueError, match=r"7\.bias is now .* shape \(6,\) .* shape \(5,\)"):
+            model.step(*step.model_inputs)
+        step.model.get_parameter("7.bias").data = torch.zeros(5)
+        assert model.step(*step.model_inputs).shape == expected.shape
+
+
+# --- what is left behind
+
+
+def shared_memory() -> set[str]:
+    """Return our files in /dev/shm and the arenas that this process has mapped."""
+    ours = ("placer", f"_{os.getpid()}_")
+    names = (path.name for path in Path("/dev/shm").iterdir())
+    named = {name for name in names if any(part in name for part in ours)}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return named | {line.split()[0] for line in lines if "placer-" in line}
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    gc.collect()
+    running_server()
+    before, memory = descendants(), shared_memory()
+    yield
+    gc.collect()
+    assert becomes_true(lambda: descendants() <= before)
+    assert shared_memory() - memory == set()
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_training_ends_with_the_name_of_a_worker_that_was_killed() -> None:
+    step = tiny_models.conv_net()
+    extraction = extract(step)
+    count = extraction.program.op_count
+    cluster = two_cores()
+    placed = PlacedModel(extraction, cluster, [op % 2 for op in range(count)], range(count))
+    placed.step(*step.inputs)
+    before = state_of(step)
+    os.kill(worker_ids(placed)[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=f"core:{CORES[1]} died"):
+        placed.step(*step.inputs)
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.step(*step.inputs)
+    placed.close()
+    assert_same(state_of(step), before)
+    assert forward(step).isfinite()
+    step.model.zero_grad()
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_placement_that_names_a_missing_device_starts_nothing() -> None:
+    model, inputs = nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3))
+    step = Workload.of(model, inputs, nn.functional.mse_loss)
+    graph = GraphArrays.from_graph(extract(step).graph)
+    cluster = two_cores()
+    absent = replace(
+        cluster,
+        devices=(
+            *cluster.devices[:1],
+            Device(name="core:99999", kind="core", memory_bytes=1 << 30),
+        ),
+    )
+    placement = Placement.of(graph, absent, np.arange(len(graph)) % 2, np.zeros(len(graph)))
+    with pytest.raises(ValueError, match=r"there is no device core:99999.*may run on cores"):
+        placer.apply(model, placement, inputs, loss=nn.functional.mse_loss)
+
+
+@pytest.mark.slow
+def test_placed_models_that_are_dropped_leave_no_worker_and_no_descriptor() -> None:
+    step = tiny_models.structured_output()
+    extraction = extract(step)
+    gc.collect()
+    before = open_descriptors()
+    ids = []
+    for seed in range(3):
+        model = on_cores(extraction, seed)
+        ids += worker_ids(model)
+        model.step(*step.inputs)
+        del model
+        gc.collect()
+        assert not any(map(is_alive, ids))
+        # The state is still in the last mapping, which keeps its file open.
+        assert open_descriptors() <= before + 1
+    expected = state_of(step)
+    for tensor in step.named_state().values():
+        tensor.data = tensor.detach().clone()
+        tensor.grad = None
+    gc.collect()
+    assert open_descriptors() == before
+    assert_same(state_of(step), expected)
+
+
+def test_workers_end_when_placing_fails_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = tiny_models.conv_net()
+    extraction = extract(step)
+    started: list[PlacedModel] = []
+
+    def interrupted(self: PlacedModel) -> dict[str, torch.Tensor]:
+        started.append(self)
+        next(iter(self._slots.values())).zero_()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlacedModel, "_share", interrupted)
+    before = state_of(step)
+    with pytest.raises(KeyboardInterrupt):
+        on_cores(extraction)
+    assert started[0]._pool.closed
+    assert_same(state_of(step), before)
+
+
+def test_an_order_that_cannot_be_run_starts_nothing() -> None:
+    extraction = extract(tiny_models.conv_net())
+    before = open_descriptors()
+    count = extraction.program.op_count
+    cluster = two_cores()
+    with pytest.raises(ValueError, match="runs a reader of op"):
+        PlacedModel(extraction, cluster, [i % 2 for i in range(count)], range(count)[::-1])
+    assert open_descriptors() == before

@@ -1,0 +1,358 @@
+"""What every executor promises: a placed model computes what the model computes.
+
+On pinned cores bit for bit, on torch devices call by call or module by module up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
+from graphs.optimizer import STATE
+from tests.helpers import tiny_models
+from tests.helpers.extracted_steps import DOUBLE, STEPS, made
+from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores, worker_ids
+from tests.helpers.processes import all_end
+from tests.helpers.tiny_models import forward
+from tests.helpers.tiny_reference_models import words
+from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
+from tests.helpers.trained_alike import assert_close, assert_trains_alike, on_cpu
+from tests.helpers.vdev import TRANSFERS, vdev
+
+torch.set_num_threads(1)
+
+Placed = PlacedModel | PlacedModule | HookedModule
+Place = Callable[[Workload, int], Placed]
+EXECUTORS: Final = [
+    pytest.param("cores", marks=pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")),
+    *(
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="vdev would take CUDA's place"
+            ),
+        )
+        for name in ("calls", "modules")
+    ),
+]
+EVERY = pytest.mark.parametrize("executor", EXECUTORS)
+WITH_CALLS = pytest.mark.parametrize("executor", EXECUTORS[:2])
+QUICK: Final = {
+    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
+    *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
+}
+RANDOM: Final = {"inception", "rnnlm", "nasnet", "bert", "distilbert", "gpt2", "t5"}
+"""Models with dropout; workers have random numbers of their own."""
+INFERENCE: Final = sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
+TRAINING: Final = [*(name for name in STEPS if name not in tiny_models.INFERENCE), "gru"]
+
+
+@pytest.fixture
+def place(executor: str) -> Iterator[Place]:
+    """Yield a function that places a copy of a step at random; the models end with the test."""
+    made_here: list[Placed] = []
+
+    def placed(step: Workload, seed: int = 0) -> Placed:
+        step = copy.deepcopy(step)
+        devices = [torch.device("cpu"), torch.device("vdev", 0)]
+        if executor == "cores":
+            made_here.append(on_cores(extract(step), seed))
+        elif executor == "calls":
+            made_here.append(by_calls(extract(step), devices, seed))
+        else:
+            made_here.append(by_modules(extract(step, "modules"), devices, seed))
+        return made_here[-1]
+
+    if executor == "cores":
+        yield placed
+    else:
+        with vdev():
+            yield placed
+    for one in made_here:
+        if not isinstance(one, PlacedModule):
+            with suppress(ValueError):  # weights that are tied no longer
+                one.close()
+
+
+def step_named(name: str) -> Workload:
+    return tiny_models.gru() if name == "gru" else made(name)
+
+
+def model_of(placed: Placed) -> nn.Module:
+    return placed.model if isinstance(placed, PlacedModel) else placed
+
+
+def here(output: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output)
+
+
+def trained() -> list[Any]:
+    """Return (executor, model, seed); quick models are quick tests with the first seed."""
+    return [
+        pytest.param(
+            *executor.values,
+            name,
+            seed,
+            marks=(*executor.marks, *(() if name in QUICK and not seed else [pytest.mark.slow])),
+        )
+        for executor in EXECUTORS
+        for name in TRAINING
+        for seed in range(2)
+        if executor is not EXECUTORS[0] or name not in RANDOM
+    ]
+
+
+@pytest.mark.parametrize(("executor", "name", "seed"), trained())
+def test_training_is_that_of_the_model(executor: str, name: str, seed: int, place: Place) -> None:
+    step = step_named(name)
+    placed = place(step, seed)
+    TRANSFERS.clear()
+    tolerance = 0.0 if executor == "cores" else 1e-6
+    assert_trains_alike(step, placed, tolerance=tolerance, rate=1e-4 if name in DOUBLE else 0.01)
+    assert model_of(placed).state_dict().keys() == step.model.state_dict().keys()
+    assert TRANSFERS or executor != "calls"
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "name", sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
+)
+def test_inference_is_that_of_the_model(executor: str, name: str, place: Place) -> None:
+    step = step_named(name)
+    placed = place(step, 1)
+    expected = forward(copy.deepcopy(step))
+    with torch.no_grad() if executor == "calls" else torch.inference_mode():  # vdev knows no other
+        output = placed.step(*step.step_inputs, **step.keywords)
+    exact = executor == "cores"
+    torch.testing.assert_close(
+        here(output), expected, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6
+    )
+
+
+@pytest.mark.slow
+@EVERY
+def test_two_hundred_steps_of_a_translator_are_those_of_the_model(
+    executor: str, place: Place
+) -> None:
+    step = tiny_models.nmt()
+    placed, plain = place(step, 5), copy.deepcopy(step)
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for model in (model_of(placed), plain.model)
+    ]
+    for number in range(200):
+        generator = torch.Generator().manual_seed(number)
+        source, target = (torch.randint(13, (2, n), generator=generator) for n in (3, 4))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = forward(Workload.of(plain.model, (source, target, target), words))
+        loss.backward()
+        assert_close(placed.step(source, target, target), loss.detach(), 5e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+    found, expected = on_cpu(model_of(placed).state_dict()), plain.model.state_dict()
+    assert_close(found, expected, 0.0 if executor == "cores" else 5e-5)
+
+
+@WITH_CALLS
+@pytest.mark.parametrize("kind", STATE)
+@pytest.mark.parametrize("make", [tiny_models.conv_net, tiny_models.tied_weights])
+def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
+    kind: str, make: Callable[[], Workload], place: Place
+) -> None:
+    step = with_optimizer(make(), kind, weight_decay=0.1)
+    placed = place(step, 1)
+    assert not isinstance(placed, HookedModule)
+    plain = copy.deepcopy(step)
+    assert plain.optimizer is not None
+    optimizer = torch_optimizer(plain.model, plain.optimizer)
+    for rate in (0.05, 0.02, 0.01):
+        placed.learning_rate = optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = forward(plain)
+        loss.backward()
+        optimizer.step()
+        assert_close(placed.step(*step.inputs), loss.detach(), 1e-6)
+    assert_close(on_cpu(model_of(placed).state_dict()), plain.model.state_dict(), 1e-6)
+    assert all(parameter.grad is None for parameter in model_of(placed).parameters())
+    kept = placed.optimizer_state()
+    placed.load_optimizer_state({name: tensor.cpu() + 1 for name, tensor in kept.items()})
+    assert_close(here(placed.optimizer_state()), {n: t + 1 for n, t in here(kept).items()}, 0.0)
+    with pytest.raises(ValueError, match=r"exp_avg\.none of the optimizer is nothing"):
+        placed.load_optimizer_state({**kept, "exp_avg.none": torch.zeros(1)})
+    with pytest.raises(ValueError, match="learning rate nan is not"):
+        placed.learning_rate = float("nan")
+
+
+@WITH_CALLS
+def test_without_an_optimizer_gradients_add_up(place: Place) -> None:
+    step = tiny_models.conv_net()
+    placed, plain = place(step, 1), copy.deepcopy(step)
+    assert not isinstance(placed, HookedModule)
+    for _ in range(2):
+        forward(plain).backward()
+        placed.step(*step.inputs)
+    for name, parameter in model_of(placed).named_parameters():
+        expected = plain.model.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert_close(parameter.grad, expected, 1e-6)
+    assert placed.optimizer_state() == {}
+    with pytest.raises(ValueError, match="has no optimizer"):
+        placed.learning_rate = 0.1
+
+
+@EVERY
+def test_a_batch_may_come_as_one_tuple_list_or_mapping(place: Place) -> None:
+    step = tiny_models.own_loss()
+    expected = forward(copy.deepcopy(step)).detach()
+    mirrored = dict(reversed(list(step.keywords.items())))
+    placed = place(step, 0)
+    assert_close(placed.step(mirrored), expected, 1e-6)
+    step = tiny_models.conv_net()
+    placed = place(step, 0)
+    for batch in (step.inputs, list(step.inputs)):
+        expected = forward(copy.deepcopy(step)).detach()
+        assert_close(placed.step(batch), expected, 1e-6)
+
+
+@WITH_CALLS
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x[:2], y[:2]), r"input \[0\] .* \(2, 3, .* \(4, 3, "),
+        (lambda x, y: (x.double(), y), r"input \[0\] .* torch.float64"),
+        (lambda x, y: (x,), r"lacks input \[1\]"),
+        (lambda x, y: (x, y, y), r"holds input \[2\]"),
+        (lambda x, y: (x, 3), r"input \[1\] .* int, not a tensor"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(
+    change: Callable[[Tensor, Tensor], tuple[object, ...]], message: str, place: Place
+) -> None:
+    step = tiny_models.conv_net()
+    placed = place(step, 0)
+    before = on_cpu(model_of(placed).state_dict())
+    with pytest.raises(ValueError, match=message):
+        placed.step(*change(*step.inputs))
+    assert_close(on_cpu(model_of(placed).state_dict()), before, 0.0)
+    placed.step(*step.inputs)
+
+
+@EVERY
+def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
+    executor: str, place: Place
+) -> None:
+    step = tiny_models.tied_weights()
+    placed = place(step, 0)
+    before = on_cpu(model_of(placed).state_dict())
+    tokens, target = step.inputs
+    with pytest.raises((WorkerError, IndexError, RuntimeError)) as failure:
+        placed.step(tokens + 100, target)
+    text = f"{failure.value} {getattr(failure.value, '__notes__', '')}"
+    assert "index out of range" in text
+    assert "embedding:embedding" in text or executor == "modules"
+    if isinstance(placed, PlacedModel):
+        assert all_end(worker_ids(placed))
+        placed.close()
+        assert_close(placed.model.state_dict(), before, 0.0)
+        assert placed.model(tokens).isfinite().all()
+    else:
+        assert_trains_alike(step, placed)
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["head", "embedding"])
+def test_weights_that_are_tied_no_longer_are_refused(name: str, place: Place) -> None:
+    step = tiny_models.tied_weights()
+    placed = place(step, 0)
+    module = model_of(placed).get_submodule(name)
+    module.weight = nn.Parameter(module.get_parameter("weight").detach().clone())
+    with pytest.raises(ValueError, match="no longer"):
+        placed.step(*step.inputs)
+
+
+@EVERY
+def test_state_that_was_replaced_is_used(executor: str, place: Place) -> None:
+    step = made("attention")
+    placed = place(step, 4)
+    changed = copy.deepcopy(step)
+    with torch.no_grad():
+        for parameter in changed.model.parameters():
+            parameter.mul_(0.5)
+    state = {name: tensor.clone() for name, tensor in changed.model.state_dict().items()}
+    model_of(placed).load_state_dict(state, assign=True)
+    assert_close(placed.step(*step.inputs), forward(copy.deepcopy(changed)).detach(), 1e-6)
+    assert_trains_alike(changed, placed, tolerance=0.0 if executor == "cores" else 1e-6)
+
+
+@pytest.mark.parametrize("executor", [EXECUTORS[0], EXECUTORS[2]])
+def test_closing_gives_the_model_back(place: Place) -> None:
+    step = made("tied_weights")
+    placed = place(step, 0)
+    assert not isinstance(placed, PlacedModule)
+    model = placed.model if isinstance(placed, PlacedModel) else placed._step.model
+    names, ids = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
+    placed.step(*step.inputs)
+    expected = on_cpu(model.state_dict())
+    placed.close()
+    placed.close()
+    assert list(model.state_dict()) == names
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+    if isinstance(placed, PlacedModel):
+        assert [id(parameter) for parameter in model.parameters()] == ids
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+    assert_close(model.state_dict(), expected, 0.0)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    model(*step.model_inputs)
+    with pytest.raises(RuntimeError, match=r"have ended|is closed"):
+        placed.step(*step.inputs)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS[1:])
+def test_dropout_is_off_in_eval_mode_and_on_again(place: Place) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)),
+        *(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)),
+    )
+    step = Workload.of(model, (torch.randn(5, 4), torch.randn(5, 2)), tiny_models.squared)
+    placed = place(step, 0)
+    assert isinstance(placed, nn.Module)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(*step.model_inputs)
+    assert placed.eval() is placed
+    assert not any(module.training for module in placed.modules())
+    for inputs in (step.inputs, step.model_inputs):
+        output = placed(*inputs)
+        assert not output.requires_grad
+        assert_close(output, expected, 1e-6)
+    assert placed.train() is placed
+    assert all(module.training for module in placed.modules())
+    assert_trains_alike(step, placed)
+
+
+@pytest.mark.parametrize("executor", [EXECUTORS[0]])
+def test_dropout_of_workers_is_the_same_again_from_the_same_state(place: Place) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    step = Workload.of(model, (torch.randn(4, 8), torch.randn(4, 64)), tiny_models.squared)
+    placed = place(step, 3)
+    assert isinstance(placed, PlacedModel)
+    state = placed.random_state()
+    losses = [placed.step(*step.inputs).item() for _ in range(3)]
+    assert len(set(losses)) == 3
+    placed.load_random_state(state)
+    assert [placed.step(*step.inputs).item() for _ in range(3)] == losses
+    with pytest.raises(ValueError, match="1 states are not for 2 workers"):
+        placed.load_random_state(state[:1])

@@ -1,0 +1,72 @@
+"""Steps placed at random on cores, call by call and module by module."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from envs.executors.cores.fork_server import running_server
+from envs.executors.cores.instruction_lists import priority_order
+from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.cores.pool import WorkerPool
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import discover
+from graphs.extract import Extraction
+from graphs.extract.placeable import module_map
+from graphs.graph import attributes_of
+from tests.helpers.random_devices import random_devices, random_order
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def two_cores() -> Cluster:
+    return discover(f"core:{CORES[0]},core:{CORES[1]}")
+
+
+def on_cores(extraction: Extraction, seed: int = 0, cluster: Cluster | None = None) -> PlacedModel:
+    """Place every op on a random core, in random order; co-located ones together."""
+    cluster = cluster or two_cores()
+    randomly = random.Random(seed)
+    count = extraction.program.op_count
+    order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
+    groups = [data["colocate"] or op for op, data in extraction.graph.nodes(data=True)]
+    chosen = {group: randomly.randrange(len(cluster)) for group in dict.fromkeys(groups)}
+    return PlacedModel(extraction, cluster, [chosen[group] for group in groups], order)
+
+
+def by_calls(
+    extraction: Extraction, devices: Sequence[torch.device | str], seed: int = 0
+) -> PlacedModule:
+    """Place calls at random on torch devices; with an odd seed in random order."""
+    order = random_order(extraction, seed) if seed % 2 else ()
+    return PlacedModule(extraction, random_devices(extraction, devices, seed), order)
+
+
+def by_modules(
+    extraction: Extraction, devices: Sequence[torch.device | str], seed: int = 0
+) -> HookedModule:
+    """Place modules at random on torch devices; co-located ones together."""
+    modules = module_map(extraction)
+    groups = [attributes_of(modules.graph, op)["colocate"] or op for op in modules.graph]
+    randomly = random.Random(seed)
+    chosen = {group: randomly.choice(devices) for group in dict.fromkeys(groups)}
+    if len(chosen) > 1:
+        chosen |= dict(zip(randomly.sample(list(chosen), len(devices)), devices, strict=True))
+    return HookedModule(extraction, modules.devices_of_calls([chosen[g] for g in groups]))
+
+
+def worker_ids(placed: PlacedModel | WorkerPool) -> list[int]:
+    pool = placed._pool if isinstance(placed, PlacedModel) else placed
+    return [worker.process.pid for worker in pool._workers]
+
+
+def open_descriptors() -> int:
+    """Return how many files this process has open, those of the server of workers included."""
+    running_server()
+    return len(list(Path("/proc/self/fd").iterdir()))
