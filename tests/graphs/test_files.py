@@ -1,196 +1,165 @@
-"""Graph files: round trip, and refusals that name the place of the error."""
+"""Atomic writes: a file is complete or not there."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import json
+import os
+import stat
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
-from typing import Any
 
-import networkx as nx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from graphs.graph import DEFAULTS, PHASES, SIZES, add_edge, add_op, new_graph
-from graphs.graph_file import FORMAT, graph_from_dict, load_graph, save_graph
-
-PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
-TEXT = st.text(PRINTABLE, max_size=8)
-IDS = st.text(PRINTABLE, min_size=1, max_size=8)
-SIZE_VALUES = st.integers(0, 2**60)
-COSTS = st.dictionaries(
-    st.sampled_from(["cuda", "cpu", "core", "*"]),
-    st.floats(0, 1e3, allow_nan=False, allow_subnormal=True),
-    max_size=3,
-)
+from graphs.files import CHUNK_BYTES, read_limited, write_whole
+from tests.helpers.small_files import largest_file
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> nx.DiGraph[str]:
-    graph = new_graph(draw(TEXT), draw(st.dictionaries(TEXT, TEXT, max_size=2)))
-    ids = draw(st.lists(IDS, unique=True, max_size=6))
-    for op_id in ids:
-        add_op(
-            graph,
-            op_id,
-            cost_s=(cost_s := draw(COSTS)),
-            cost_source=draw(st.fixed_dictionaries({}, optional=dict.fromkeys(cost_s, TEXT))),
-            op=draw(TEXT),
-            phase=draw(st.sampled_from(PHASES)),
-            module=draw(TEXT),
-            colocate=draw(st.none() | TEXT),
-            devices=draw(st.none() | st.lists(TEXT, min_size=1, max_size=2).map(tuple)),
-            **{name: draw(SIZE_VALUES) for name in SIZES},
-        )
-    order = draw(st.permutations(ids))
-    pairs = [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]
-    for source, target in draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []:
-        add_edge(graph, source, target, draw(st.none() | SIZE_VALUES))
-    return graph
-
-
-def small(**changes: Any) -> dict[str, Any]:
-    """Return a valid file of a -> b -> c with changed top-level keys."""
-    return {
-        "format": FORMAT,
-        "name": "small",
-        "nodes": [{"id": name, "cost_s": {"*": 1e-3}, "output_bytes": 8} for name in "abc"],
-        "edges": [{"source": "a", "target": "b"}, {"source": "b", "target": "c", "bytes": 3}],
-    } | changes
-
-
-def node(**changes: Any) -> dict[str, Any]:
-    """Return a file whose second node is changed."""
-    whole = small()
-    whole["nodes"][1] |= changes
-    return whole
-
-
-def edge(**changes: Any) -> dict[str, Any]:
-    """Return a file whose second edge is changed."""
-    whole = small()
-    whole["edges"][1] |= changes
-    return whole
-
-
-def test_edge_bytes_default_to_the_output_of_the_source() -> None:
-    graph = graph_from_dict(small())
-    assert graph.edges["a", "b"]["bytes"] == 8
-    assert graph.edges["b", "c"]["bytes"] == 3
-
-
-def test_only_id_and_costs_are_required() -> None:
-    graph = graph_from_dict({"format": FORMAT, "nodes": [{"id": "a", "cost_s": {}}]})
-    assert dict(graph.nodes["a"]) == {**DEFAULTS, "op": "a", "cost_s": {}}
-    assert (DEFAULTS["phase"], DEFAULTS["devices"], DEFAULTS["flops"]) == ("forward", None, 0)
-
-
-@settings(max_examples=60)
-@given(graphs())
-def test_graph_survives_the_round_trip_through_a_file(
-    tmp_path_factory: pytest.TempPathFactory, graph: nx.DiGraph[str]
-) -> None:
-    path = tmp_path_factory.mktemp("graphs") / "graph.json"
-    save_graph(graph, path)
-    again = load_graph(path)
-    assert list(again.nodes(data=True)) == list(graph.nodes(data=True))
-    assert set(again.edges(data="bytes")) == set(graph.edges(data="bytes"))
-    assert again.graph == graph.graph
-
-
-def test_saved_file_has_one_op_or_edge_per_line(tmp_path: Path) -> None:
-    path = tmp_path / "graph.json"
-    save_graph(graph_from_dict(small()), path)
-    lines = path.read_text().splitlines()
-    assert sum('"id"' in line for line in lines) == 3
-    assert sum('"source"' in line for line in lines) == 2
-    assert max(line.count('"id"') + line.count('"source"') for line in lines) == 1
-
-
-def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "graph.json"
-    save_graph(graph_from_dict(small()), path)
-    before = path.read_text()
-    looped = graph_from_dict(small())
-    add_edge(looped, "c", "a")
-    with pytest.raises(ValueError, match="cycle of 3 ops"):
-        save_graph(looped, path)
-    assert path.read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([], r"the file is \[\], not an object"),
-        ({"format": FORMAT}, "the file lacks nodes"),
-        (small(format="placer-graph/2"), "format is 'placer-graph/2', this version reads"),
-        (small(nodse=[]), "unknown key nodse; did you mean nodes?"),
-        (small(nodes={}), r"nodes is \{\}, not a list"),
-        (small(nodes=[3]), r"nodes\[0\] is 3, not an object"),
-        (small(nodes=[{"id": "a"}]), r"nodes\[0\] lacks cost_s"),
-        (small(cost_source={"cuda": 1}), r"cost_source\['cuda'\] is 1, not a string"),
-        (node(outputbytes=3), r"unknown key nodes\[1\]\.outputbytes; did you mean output_bytes"),
-        (node(id="a"), r"nodes\[1\]: op 'a' is there already"),
-        (node(id="x\0y"), r"nodes\[1\]\.id is 'x\\x00y', which cannot be printed"),
-        (node(id=7), r"nodes\[1\]\.id is 7, not a string"),
-        (node(cost_s=1.0), r"nodes\[1\]\.cost_s is 1.0, not an object"),
-        (node(cost_source={"*": 1}), r"nodes\[1\]\.cost_source\['\*'\] is 1, not a string"),
-        (node(cost_s={"*": -1}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is -1.0, not a time >= 0"),
-        (node(cost_s={"*": True}), r"nodes\[1\]\.cost_s\['\*'\] is True, not a number"),
-        (node(cost_s={"*": 10**400}), r"nodes\[1\]\.cost_s\['\*'\] is too large a number"),
-        (node(output_bytes=1.5), r"nodes\[1\]\.output_bytes is 1.5, not a whole number"),
-        (node(output_bytes="8"), r"nodes\[1\]\.output_bytes is '8', not a number"),
-        (node(devices=["cpu", 1]), r"nodes\[1\]\.devices\[1\] is 1, not a string"),
-        (edge(size=3), r"unknown key edges\[1\]\.size"),
-        (edge(target="d"), r"edges\[1\]: edge 'b' -> 'd': there is no op 'd'"),
-        (edge(target="a"), r"edges: the graph has a cycle of 2 ops: a -> b -> a"),
-    ],
-)
-def test_fault_is_refused_with_its_place(content: object, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "graph.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message) as refusal:
-        load_graph(path)
-    assert str(refusal.value).startswith(f"{path}: ")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "the file is empty"),
-        ("[1, 2], " * 200_000, "the file is no JSON object"),
-        ("nothing", "not JSON"),
-        ("[" * 200_000, "nested too deeply"),
-        (f'{{"format": "{FORMAT}", "nodes": [', "not JSON"),
-        (f'{{"format": "{FORMAT}", "nodes": [], "nodes": []}}', "nodes is given twice"),
-        (
-            f'{{"format": "{FORMAT}", "nodes": [{{"id": "a", "cost_s": {{"*": 1, "*": 2}}}}]}}',
-            r"nodes\[0\]\.cost_s\.\* is given twice",
-        ),
-        (f'{{"format": {"9" * 5000}, "nodes": []}}', "a number has thousands of digits"),
-    ],
-)
-def test_text_that_is_no_plain_json_object_is_refused(
-    text: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "graph.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_graph(path)
-
-
-@pytest.mark.parametrize("collecting", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(collecting: bool, tmp_path: Path) -> None:
-    path = tmp_path / "graph.json"
-    was = gc.isenabled()
+def test_reading_takes_the_memory_of_the_file_not_of_the_largest_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    tracemalloc.start()
     try:
-        for content in (small(), {}):
-            path.write_text(json.dumps(content))
-            gc.enable() if collecting else gc.disable()
-            with contextlib.suppress(ValueError):
-                load_graph(path)
-            assert gc.isenabled() is collecting
+        assert read_limited(path, 1 << 30) == b"content"
+        _, peak = tracemalloc.get_traced_memory()
     finally:
-        gc.enable() if was else gc.disable()
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("size", [0, CHUNK_BYTES, 3 * CHUNK_BYTES + 1])
+def test_a_pipe_is_read_to_its_end_or_to_the_limit(size: int) -> None:
+    with subprocess.Popen(["head", "-c", str(size), "/dev/zero"], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        path = Path(f"/dev/fd/{writer.stdout.fileno()}")
+        if size > CHUNK_BYTES:
+            with pytest.raises(ValueError, match="more than such a file may have"):
+                read_limited(path, CHUNK_BYTES + 1)
+        else:
+            assert read_limited(path, CHUNK_BYTES + 1) == bytes(size)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_name_may_be_as_long_as_any(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_what_cannot_be_written_to_its_end_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with largest_file(1000), pytest.raises(OSError, match="too large") as refusal:
+        write_whole(path, "x" * 100_000)
+    assert refusal.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="regular file"):
+        write_whole(pipe, "new")
+    assert pipe.is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
+def test_a_link_of_another_user_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, middle, link = tmp_path / "target", tmp_path / "middle", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(middle.name)
+    middle.symlink_to(target)
+    if os.geteuid() == 0:
+        os.lchown(middle, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="another user") as refusal:
+        write_whole(link, "new")
+    assert refusal.value.filename == str(link)
+    assert target.read_text() == "old"
+    assert middle.is_symlink()
+    assert names(tmp_path) == ["link", "middle", "target"]
+
+
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(OSError, match="links"):
+        write_whole(tmp_path / "one", "new")
+
+
+def test_a_link_to_nothing_yet_is_written_where_it_points(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/../folder/file")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "folder" / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(mode)
+    write_whole(path, "new", private=mode == 0o755)
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])
+def test_a_new_private_file_is_the_users_alone(tmp_path: Path, private: bool, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        write_whole(tmp_path / "file", "new", private=private)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from graphs.files import write_whole
+
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path(sys.argv[1]), "never whole")
+"""
+
+
+def test_what_a_killed_writer_leaves_is_gone_after_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    write_whole(path, "old")
+    write_whole(tmp_path / "other.json", "")
+    for target in (path, tmp_path / "other.json"):
+        subprocess.run([sys.executable, "-c", KILLED, target], check=False)
+    left = [name for name in names(tmp_path) if name.endswith(".partial")]
+    assert path.read_text() == "old"
+    assert sorted(name.rpartition(".json.")[0] for name in left) == [".other", ".placement"]
+    write_whole(path, "new")
+    left = [name for name in names(tmp_path) if name.endswith(".partial")]
+    assert [name.rpartition(".json.")[0] for name in left] == [".other"]
+    assert path.read_text() == "new"
+
+
+def test_writers_at_the_same_time_leave_each_other_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "file", os.fsync
+    written: list[str] = []
+
+    def write_another(file: int) -> None:
+        synced(file)
+        if not written:
+            written.append("inner")
+            write_whole(path, "inner")
+            assert path.read_text() == "inner"
+
+    monkeypatch.setattr(os, "fsync", write_another)
+    write_whole(path, "outer")
+    assert path.read_text() == "outer"
+    assert names(tmp_path) == ["file"]

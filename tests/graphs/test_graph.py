@@ -189,13 +189,16 @@ def test_hand_made_graph_is_refused_until_it_is_completed() -> None:
     plain: nx.DiGraph[str] = nx.DiGraph()
     plain.add_node("a", cost_s={"*": 1}, output_bytes=np.int32(7))
     plain.add_node("b", cost_s={"*": 1.0})
+    plain.add_node("c", cost_s={"*": 1.0})
     plain.add_edge("a", "b")
+    plain.add_edge("a", "c", bytes=3)
     with pytest.raises(ValueError, match="op 'a': lacks colocate, cost_source"):
         GraphArrays.from_graph(plain)
     expected = new_graph("")
-    for op_id, size in (("a", 7), ("b", 0)):
+    for op_id, size in (("a", 7), ("b", 0), ("c", 0)):
         add_op(expected, op_id, cost_s={"*": 1.0}, output_bytes=size)
     add_edge(expected, "a", "b", 7)
+    add_edge(expected, "a", "c", 3)
     assert graph_to_dict(completed(plain)) == graph_to_dict(expected)
     assert dict(plain.nodes["b"]) == {"cost_s": {"*": 1.0}}
 
