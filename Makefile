@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## place Inception-V3 on two cores of this machine, really measured
 	@mkdir -p $(OUT)
 	$(BIN)/placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 30s \
-		--out $(OUT)/placement.json --timeline $(OUT)/timeline.json
+		--out $(OUT)/placement.json --report $(OUT)/report.html
 
 test: $(READY)  ## run the fast tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"

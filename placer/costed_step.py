@@ -43,8 +43,9 @@ class CostedStep:
     @property
     def can_run(self) -> bool:
         """Return whether the step can be run: it has a model, and all devices are here."""
-        here = all(map(is_here, self.cluster.names))
-        return self.runtime is not None and self.runtime.runs and here
+        # A graph has no runtime: is_here, which imports torch, is not called for it.
+        runs = self.runtime is not None and self.runtime.runs
+        return runs and all(map(is_here, self.cluster.names))
 
 
 def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> CostedStep:

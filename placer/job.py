@@ -75,7 +75,7 @@ class SearchConfig:
             budget: search budget: wall time, ``"60s"``, or evaluations, ``"4000e"``. Extracting,
                 measuring op costs and running the best candidates come on top.
             seed: seed of the search.
-            placer: search algorithm: a name that ``placer placers`` lists, or your own
+            placer: search algorithm: a name that ``placer optimize --help`` lists, or your own
                 :class:`placer.search.request.Placer`. Single devices and classic heuristics are
                 always among the candidates.
             policy: name or path of a trained policy, or "none"; "auto" is the generalist, if the

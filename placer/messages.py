@@ -180,8 +180,8 @@ def busy_machine(candidates: Sequence[Candidate]) -> str:
     return (
         f"This machine was busy: wall times are {slower:.3g} x CPU-clock times"
         f"{f' ({alone} alone)' if alone else ''}, where up to {CONTENDED} x is quiet, so "
-        f"candidates are compared by {CPU_CLOCK}; run again with --fresh when `placer doctor` "
-        "says good."
+        f"candidates are compared by {CPU_CLOCK}; clear cached times with `placer "
+        "machine --clear-cache` and run again when `placer machine` says good."
     )
 
 

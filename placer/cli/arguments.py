@@ -1,178 +1,52 @@
-"""Arguments shared by several commands, checked while they are parsed."""
+"""Arguments that several commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from graphs.names import suggestion
+from graphs.optimizer import NONE, STATE
+from graphs.precision import FULL, check_dtype
+from placer.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from placer.sources.target import Target
-
-from graphs.optimizer import NONE, STATE
-from graphs.precision import FULL, check_dtype
 
 LARGEST_SEED: Final = 2**32 - 1
 """The largest seed that all random generators accept, torch's and numpy's included."""
 
 
 def seed(text: str) -> int:
-    """Parse a seed.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a seed.
-    """
-    try:
-        given = int(text)
-    except ValueError:
-        given = -1
-    if not 0 <= given <= LARGEST_SEED:
+    """Parse a seed."""
+    number = int(text) if text.isdecimal() else -1
+    if not 0 <= number <= LARGEST_SEED:
         raise argparse.ArgumentTypeError(
             f"{text[:40]!r} is no seed: give a whole number from 0 to {LARGEST_SEED}"
         )
-    return given
+    return number
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not such a number.
-    """
-    try:
-        given = int(text)
-    except ValueError:
-        given = 0
-    if given < 1:
+    """Parse a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1")
-    return given
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` and ``--quiet``, which every command has."""
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", action="store_true", help="print the result as JSON to stdout, for machines"
-    )
-    group.add_argument(
-        "--quiet",
-        action="store_true",
-        help="print nothing but the result and errors: no progress, no remarks; of a search the "
-        "last line, without its table",
-    )
-
-
-def add_in_flight(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--in-flight``; ``default`` is only shown in the help."""
-    parser.add_argument(
-        "--in-flight",
-        type=count,
-        metavar="N",
-        help=f"at most N micro-batches are under way at once (default: {default})",
-    )
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Add ``--optimizer`` and ``--dtype``, which define the step besides its model."""
-    parser.add_argument(
-        "--optimizer",
-        choices=[NONE, *STATE],
-        default=NONE,
-        help="what updates the parameters in a training step, as ops of its own (default: none)",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default=FULL,
-        metavar="NAME",
-        help="bf16 places the step under torch.autocast; fp32 (default) as the model is",
-    )
-
-
-def target_of(args: argparse.Namespace) -> Target:
-    """Return the target with the options of :func:`add_step` and ``--inference``."""
-    from graphs.optimizer import Optimizer
-    from placer.sources.target import Target
-
-    return Target(
-        name=args.target,
-        training=not args.inference,
-        optimizer=Optimizer.of(args.optimizer),
-        dtype=args.dtype,
-    )
+    return int(text)
 
 
 def dtype(text: str) -> str:
-    """Parse a dtype.
-
-    Raises:
-        argparse.ArgumentTypeError: a step cannot have this dtype.
-    """
+    """Parse the dtype of a step."""
     try:
         return check_dtype(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def run_options(args: argparse.Namespace) -> list[str]:
-    """Return the options with which ``placer.run`` runs the placed step."""
-    given = (
-        ("--optimizer", args.optimizer, NONE),
-        ("--dtype", args.dtype, FULL),
-        ("--extractor", args.extractor, "auto"),
-    )
-    return [text for name, value, default in given if value != default for text in (name, value)]
-
-
-def why_no_step(args: argparse.Namespace, *, is_graph: bool) -> str | None:
-    """Return why options for running a step contradict others, None if they do not."""
-    if args.inference and args.optimizer != NONE:
-        return "inference has no gradients for an optimizer: give --inference or --optimizer"
-    given = {
-        "--inference": args.inference,
-        "--optimizer": args.optimizer != NONE,
-        "--dtype": args.dtype != FULL,
-        "--extractor": args.extractor != "auto",
-        "--fresh": args.fresh,
-        "--no-measure": getattr(args, "no_measure", False),
-    }
-    names = " and ".join(name for name, is_given in given.items() if is_given)
-    if is_graph and names:
-        return f"a graph file is extracted already: {names} can only be given for models"
-    return None
-
-
-def pin(text: str) -> tuple[str, str]:
-    """Parse ``NAME=DEVICE``.
-
-    Raises:
-        argparse.ArgumentTypeError: the name or the device is missing.
-    """
-    name, _, device = text.rpartition("=")
-    if not name or not device:
-        raise argparse.ArgumentTypeError(
-            f"{text[:80]!r} is no pin: give NAME=DEVICE, such as embed=core:0"
-        )
-    return name, device
-
-
-def add_extractor(parser: argparse.ArgumentParser) -> None:
-    """Add ``--extractor``."""
-    parser.add_argument(
-        "--extractor",
-        choices=["auto", "export", "dispatch", "modules"],
-        default="auto",
-        help="how the graph of a model is extracted: by torch.export, by recording the ops of a "
-        "real step, by its modules' calls; auto (default) takes the first that works",
-    )
-
-
 def memory(text: str) -> dict[str, int]:
-    """Parse ``cuda:0=8GiB,cpu=64GiB`` to {device name: bytes}.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not of this form.
-    """
+    """Parse ``cuda:0=8GiB,cpu=64GiB`` to {device name: bytes}."""
     from envs.hardware.byte_size import parse_limits
 
     try:
@@ -181,37 +55,185 @@ def memory(text: str) -> dict[str, int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_devices(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add ``--devices`` and ``--memory``; ``default`` is only shown in the help."""
+def pair(text: str) -> tuple[str, str]:
+    """Parse ``NAME=DEVICE``; the name may contain ``=``."""
+    name, _, device = (part.strip() for part in text.rpartition("="))
+    if not name or not device:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not NAME=DEVICE, such as embed=core:0")
+    return name, device
+
+
+def settings(text: str, kind: type, allowed: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Parse ``HEAD,KEY=VALUE,...``; keys are fields of the dataclass ``kind``, hyphens allowed.
+
+    Returns the head, "" if it is missing, and {field: value of the field's type}.
+    """
+    head, values = "", {}
+    types = {field.name: str(field.type) for field in fields(kind)}
+    for position, part in enumerate(text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if position == 0 and not equals:
+            head = key
+            continue
+        name = key.replace("-", "_")
+        if not equals or name not in allowed:
+            keys = [one.replace("_", "-") for one in allowed]
+            hint = suggestion(key, keys) or f": there are {', '.join(keys)}"
+            raise argparse.ArgumentTypeError(f"there is no setting {key[:40]!r}{hint}")
+        try:
+            values[name] = _converted(value, types[name])
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{key} is {value[:40]!r}, not a number") from None
+    return head, values
+
+
+def _converted(text: str, kind: str) -> Any:
+    if kind.startswith("tuple[int"):  # ranks at each level, as in 4x2
+        return tuple(int(part) for part in text.split("x"))
+    if kind.startswith("int"):
+        return int(text)
+    return float(text) if kind.startswith("float") else text
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` and ``--quiet``, which every command has, to its group "output"."""
+    group = output_group(parser)
+    group.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    group.add_argument(
+        "--quiet",
+        action="store_true",
+        help="result and errors only: no progress, no remarks, no table",
+    )
+
+
+def output_group(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Return the group "output" of a parser, which is made once."""
+    groups = {group.title: group for group in parser._action_groups}
+    return groups.get("output") or parser.add_argument_group("output")
+
+
+def add_file(
+    parser: argparse._ActionsContainer, option: str, text: str, *, required: bool = False
+) -> None:
+    """Add an option that names a file."""
+    parser.add_argument(option, type=Path, metavar="FILE", help=text, required=required)
+
+
+def add_devices(parser: argparse._ActionsContainer, default: str, *, cluster: bool = False) -> None:
+    """Add ``--devices``, ``--memory`` and ``--cluster``; ``default`` is only shown in the help."""
     parser.add_argument(
         "--devices",
         metavar="NAMES",
-        help="cuda:0,cpu (cpu: all cores together), core:0,core:1 (pinned cores), core:0-3 (a core "
-        f"set), or auto; the default is {default}",
+        help=f"devices, such as cuda:0,cpu or core:0,core:1 or core:0-3 [{default}]",
     )
-    add_memory(parser, "; enforced on cuda:N, checked on cores, predicted for cpu")
+    add_memory(parser)
+    if cluster:
+        add_file(
+            parser, "--cluster", "cluster file (TOML); devices that are not here are simulated"
+        )
 
 
-def add_memory(parser: argparse._ActionsContainer, more: str = "") -> None:
+def add_memory(parser: argparse._ActionsContainer) -> None:
     """Add ``--memory``."""
     parser.add_argument(
         "--memory",
         type=memory,
         default={},
         metavar="SIZES",
-        help="what may be used of devices, as in cuda:0=8GiB,cpu=64GiB (default: what is free)"
-        + more,
+        help="memory to use, as in cuda:0=8GiB,cpu=64GiB [free memory]",
     )
 
 
-def pins_of(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return {name: device} for pairs.
+def add_model(parser: argparse._ActionsContainer) -> None:
+    """Add the options that define the step of a model and how it is extracted."""
+    parser.add_argument(
+        "--inference", action="store_true", help="inference step instead of a training step"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=[NONE, *STATE],
+        default=NONE,
+        help=f"optimizer of the training step, as ops of its own [{NONE}]",
+    )
+    add_dtype(parser)
+    add_extractor(parser)
+
+
+def add_dtype(parser: argparse._ActionsContainer) -> None:
+    """Add ``--dtype``."""
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default=FULL,
+        metavar="NAME",
+        help=f"dtype of the step; bf16 runs under torch.autocast [{FULL}]",
+    )
+
+
+def add_extractor(parser: argparse._ActionsContainer) -> None:
+    """Add ``--extractor``."""
+    parser.add_argument(
+        "--extractor",
+        choices=["auto", "export", "dispatch", "modules"],
+        default="auto",
+        help="graph extractor; auto is the first that works [auto]",
+    )
+
+
+def target_of(args: argparse.Namespace, name: str | None = None) -> Target:
+    """Return the target with the options of :func:`add_model`."""
+    from graphs.optimizer import Optimizer
+    from placer.sources.target import Target
+
+    return Target(
+        name=name or args.target,
+        training=not args.inference,
+        optimizer=Optimizer.of(args.optimizer),
+        dtype=args.dtype,
+    )
+
+
+def target_file(target: str) -> Path:
+    """Return the file that a target names; a path that does not exist for ``hf:`` names."""
+    path, colon, _ = target.rpartition(":")
+    return Path(path if colon else target)
+
+
+def is_graph(target: str) -> bool:
+    """Return whether a target is a graph file."""
+    from placer.sources.target import is_graph_file
+
+    return is_graph_file(target)
+
+
+def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[str]:
+    """Return the words of the options of :func:`add_model` that differ from their defaults."""
+    values = (
+        ("--optimizer", args.optimizer, NONE),
+        ("--dtype", args.dtype, FULL),
+        ("--extractor", args.extractor, "auto"),
+    )
+    words = [word for name, value, default in values if value != default for word in (name, value)]
+    return ["--inference", *words] if inference and args.inference else words
+
+
+def check_model_options(args: argparse.Namespace, target: str) -> None:
+    """Check that the options of :func:`add_model` and the devices suit the target.
 
     Raises:
-        ValueError: a name is pinned to two devices.
+        UsageError: they contradict each other, or are for models and the target is a graph file.
     """
-    pins: dict[str, str] = {}
-    for name, device in pairs:
-        if pins.setdefault(name, device) != device:
-            raise ValueError(f"--pin {name!r} is given with {pins[name]} and with {device}")
-    return pins
+    if args.inference and args.optimizer != NONE:
+        raise UsageError(
+            "inference has no gradients for an optimizer: give --inference or --optimizer"
+        )
+    cluster = getattr(args, "cluster", None)
+    if cluster is not None and (args.devices is not None or getattr(args, "memory", None)):
+        raise UsageError(
+            "give --devices and --memory, or --cluster: a cluster file has devices and memory sizes"
+        )
+    words = model_options(args)
+    words += ["--no-measure"] if getattr(args, "no_measure", False) else []
+    if words and is_graph(target):
+        names = " and ".join(word for word in words if word.startswith("--"))
+        raise UsageError(f"a graph file is extracted already: {names} can only be given for models")

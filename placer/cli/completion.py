@@ -1,59 +1,34 @@
-"""``placer completion``: prints a shell completion script."""
+"""Scripts with which a shell completes the command line."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
-
-SHELLS: Final = ("bash", "zsh", "fish")
-FILES: Final = ("target", "devices", "placement")
-"""Arguments without type Path that may be files."""
+from typing import Final
 
 PLACES: Final = {
     "bash": "~/.local/share/bash-completion/completions/placer",
     "zsh": '"${fpath[1]}/_placer"',
     "fish": "~/.config/fish/completions/placer.fish",
 }
-"""Where each shell looks for the script."""
-EPILOG = "to have it in every new shell, in a folder that is there:\n" + "".join(
-    f"  {shell:6} placer completion {shell} > {place}\n" for shell, place in PLACES.items()
-)
+"""{shell: where it looks for the script}."""
+FILES: Final = ("target", "devices", "placement")
+"""Arguments without type Path that may be files."""
 _HEAD: Final = re.compile(r"# AUTOMATICALLY GENERATED.*\n(?:#.*\n)*")
 """The header that shtab writes, which names other places than this command."""
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "completion",
-        help="print a script with which a shell completes this command line",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(run=run)
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return a script that completes commands, options, choices, files, algorithms and policies.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Print the script."""
-    script = completion_script(args.shell)
-    print(json.dumps({"shell": args.shell, "script": script}) if args.json else script)
-    return 0
-
-
-def completion_script(shell: str) -> str:
-    """Return a script that completes commands, options, choices, files, placers and policies.
-
-    Placers and policies are those that exist when the script is made.
+    Search algorithms and policies are those that exist when the script is made. The parser is
+    changed: it must not be used afterwards.
     """
     import shtab
 
     from graphs.precision import DTYPES
-    from placer.cli.commands import build_parser
     from placer.policies.network import names
     from placer.search.registry import listings
 
@@ -61,18 +36,18 @@ def completion_script(shell: str) -> str:
     choices = {
         "--placer": [listing.name for listing in listings()],
         "--policy": ["none", *shipped],
-        "--from": shipped,
-        "policy": shipped,
+        "--start": shipped,
         "--dtype": DTYPES,
     }
-    parser = build_parser()
     for action in _actions(parser):
         if action.type is Path or action.dest in FILES:
             setattr(action, "complete", shtab.FILE)  # noqa: B010 - what shtab looks for
         elif (name := (*action.option_strings, action.dest)[0]) in choices:
             action.choices = choices[name]
-    head = f"# Made by placer with shtab. {EPILOG.partition(':')[0].capitalize()}:\n"
-    head += f"#   placer completion {shell} > {PLACES[shell]}\n"
+    head = (
+        "# Made by placer with shtab. To have it in every new shell, in a folder that exists:\n"
+        f"#   placer machine --completion {shell} > {PLACES[shell]}\n"
+    )
     script: str = _HEAD.sub(lambda _: head, shtab.complete(parser, shell), count=1)
     # With -o filenames bash continues inside folders and quotes names.
     return script.replace("complete -o bashdefault -F", "complete -o bashdefault -o filenames -F")
@@ -82,6 +57,5 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
-            parsers: dict[str, Any] = dict(action.choices)
-            for command in parsers.values():
+            for command in dict[str, argparse.ArgumentParser](action.choices).values():
                 yield from _actions(command)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from placer.interrupt import EXIT_CODE, NOTHING_KEPT, leave_imports_at_once
@@ -12,25 +13,59 @@ from placer.interrupt import EXIT_CODE, NOTHING_KEPT, leave_imports_at_once
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1 if the job failed, 2 for bad usage."""
-    from placer.cli.commands import run_command
+    from placer.cli.errors import EXPECTED, exit_code_of
+    from placer.cli.output import plain_warnings
 
-    return run_command(arguments)
+    try:
+        parsed = build_parser().parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] = parsed.run
+        with plain_warnings():
+            return run(parsed)
+    except EXPECTED as error:
+        code = exit_code_of(error)
+        if code is None:
+            raise
+        return code
 
 
-def script() -> NoReturn:
-    """Run the installed command and exit.
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; each sets ``run``, which takes the parsed arguments."""
+    from placer.cli import evaluate, export, extract, machine, optimize, run, show, train
+    from placer.cli.arguments import add_output
+    from placer.cli.parser import CommandParser
+    from placer.version import VERSION
+
+    parser = CommandParser(
+        prog="placer",
+        description="Finds which op of a PyTorch model should run on which device, by measured "
+        "step time.",
+    )
+    parser.add_argument("--version", action="version", version=f"placer {VERSION}")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (optimize, extract, evaluate, export, run, show, train, machine):
+        command.add_to(commands)
+    for command_parser in commands.choices.values():
+        add_output(command_parser)
+        command_parser.allow_abbrev = False  # --device is a typing error, not --devices
+    return parser
+
+
+def script(*command: str) -> NoReturn:
+    """Run the command line, which ``command`` precedes, and exit.
 
     Exits without Python's finalization: unloading torch's and numba's modules takes up to a second,
-    and Ctrl-C should end the command within one. No files are open by then.
+    Ctrl-C should end the command within one, and gloo's threads may abort it. No files are open by
+    then.
     """
     try:
         leave_imports_at_once()
-        from placer.cli.failures import StandardOutput
+        from placer.cli.output import StandardOutput
 
         if (old := sys.stdout) is not None:  # it may be closed
             lines = bool(old.line_buffering)
             sys.stdout = StandardOutput(old.buffer, old.encoding, old.errors, line_buffering=lines)
-        code = main()
+        code = main([*command, *sys.argv[1:]])
     except SystemExit as leaving:  # argparse, on --help and bad usage
         code = leaving.code if isinstance(leaving.code, int) else 1
     except KeyboardInterrupt:
@@ -39,12 +74,11 @@ def script() -> NoReturn:
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
-    except BrokenPipeError:
-        code = EXIT_CODE
     except OSError as error:
-        from placer.cli.failures import fail
+        from placer.cli.errors import exit_code_of
 
-        code = fail(EXIT_CODE, error)
+        exit_code_of(error)
+        code = EXIT_CODE
     finally:
         os._exit(code)
 

@@ -8,28 +8,45 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from graphs.files import file_error_message
-from placer.cli.failures import (
-    BAD_USAGE,
-    JOB_FAILED,
-    LEAST_BYTES,
-    fail,
-    why_not_outputs,
-    why_not_written,
+from envs.collectives import ALGORITHMS, PAYLOADS
+from envs.replication import AUTO, BATCHES, Replication
+from placer.cli.arguments import (
+    add_devices,
+    add_file,
+    add_model,
+    check_model_options,
+    count,
+    model_options,
+    output_group,
+    pair,
+    seed,
+    settings,
+    target_file,
+    target_of,
 )
-from placer.cli.optimize_arguments import add_arguments, job_of
-from placer.cli.replicas import command_of, print_planned
-from placer.cli.report import why_no_report
-from placer.cli.talk import foretold, progress_of, say, taken
+from placer.cli.errors import JobError, UsageError, sentence, usage_errors
+from placer.cli.output import (
+    LEAST_BYTES,
+    check_outputs,
+    print_result,
+    progress_of,
+    say,
+    write_error,
+)
+from placer.cli.parser import CommandParser
+from placer.cli.show import write_report
+from placer.search.registry import DEFAULT, listings
 
 if TYPE_CHECKING:
     from placer.job import Job
+    from placer.replicate.result import ReplicaPlan
     from placer.result import Result
 
-EPILOG = """\
+EPILOG: Final = f"""\
 targets:
   path/to/model.py:function   called without arguments, returns (model, inputs) or
                               (model, inputs, loss); with a loss the last input is the target:
@@ -41,12 +58,36 @@ targets:
                               as in 'model.onnx?batch=2&sequence=64'
   graph.json                  a graph with known costs (needs --cluster); nothing is run
 
+settings of --data-parallel (nothing is run):
+  batch               {" or ".join(BATCHES)}: replicas have whole batches, or share one
+  accumulate          passes whose gradients are added up before they are reduced [1]
+  reduction           {AUTO} or one of {", ".join(ALGORITHMS[:3])},
+                      {", ".join(ALGORITHMS[3:])} [{AUTO}]
+  payload             how gradients are sent: {", ".join(PAYLOADS)} [fp32]
+  bucket-bytes        bytes of gradients that are reduced together
+  average-every       steps between averages of parameters, instead of reducing gradients
+  coding-bytes-per-s  rate at which gradients are encoded and decoded [no time]
+  samples             samples per step [first dimension of the inputs; 1 for a graph file]
+
 examples:
   placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 60s
   placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
-  placer optimize model.py:build --inference --out placement.json --timeline timeline.json
   placer optimize 'hf:gpt2-xl?batch=8' --devices examples/8xh100.toml --data-parallel auto
+  placer optimize graph.json --cluster cluster.toml --data-parallel 4,batch=global,payload=fp16
+
+search algorithms (--placer):
 """
+REPLICA_SETTINGS: Final = (
+    *("batch", "accumulate", "samples", "reduction", "payload", "bucket_bytes", "average_every"),
+    "coding_bytes_per_s",
+)
+
+PREPARING_S: Final = 20.0
+"""Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
+RUNNING_S: Final = 15.0
+"""Eight candidates at 1.5 s, see :func:`envs.core_runtime.rounds_for`, and the start of workers."""
+SMALLEST: Final = 0.02
+"""Share of the total time below which a stage is not listed separately."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,113 +95,263 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "optimize",
         help="find the fastest placement of a model and write it",
-        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_arguments(parser)
+    assert isinstance(parser, CommandParser)
+    parser.make_epilog = make_epilog
+    parser.add_argument("target", help="model or graph file, see below")
+    add_devices(parser.add_argument_group("devices"), "auto", cluster=True)
+    add_model(parser.add_argument_group("model"))
+    _add_search(parser.add_argument_group("search"))
+    parser.add_argument_group("replicas").add_argument(
+        "--data-parallel",
+        type=replication,
+        metavar=f"{AUTO}|R[,KEY=VALUE...]",
+        help="number of data-parallel replicas, and settings, see below",
+    )
+    group = output_group(parser)
+    group.add_argument(
+        "--out",
+        type=Path,
+        default=Path("placement.json"),
+        metavar="FILE",
+        help="placement file to write [placement.json]",
+    )
+    add_file(group, "--report", "HTML report of the result to write")
+    group.add_argument(
+        "--verbose", action="store_true", help="all remarks, and the meaning of the columns"
+    )
     parser.set_defaults(run=run)
 
 
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--budget",
+        default="20s",
+        help="search budget: wall time (60s) or evaluations (4000e) [20s]",
+    )
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the search [0]")
+    group.add_argument(
+        "--objective",
+        choices=["latency", "throughput", "max-load"],
+        default="latency",
+        help="objective; throughput and max-load are for graph files [latency]",
+    )
+    group.add_argument(
+        "--micro-batches",
+        type=count,
+        default=1,
+        metavar="M",
+        help="micro-batches per step; a graph file is that of one [1]",
+    )
+    group.add_argument(
+        "--placer",
+        default=DEFAULT,
+        metavar="NAME",
+        help=f"search algorithm, see below; heuristics are always included [{DEFAULT}]",
+    )
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="trained policy that proposes placements, or none [generalist]",
+    )
+    group.add_argument(
+        "--keep-together",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="op, module or glob whose matches share a device; repeatable",
+    )
+    group.add_argument(
+        "--pin",
+        type=pair,
+        action="append",
+        default=[],
+        metavar="NAME=DEVICE",
+        help="device for an op, module or glob; repeatable",
+    )
+    add_file(group, "--start-from", "warm start: a placement or device_map, always measured")
+    group.add_argument(
+        "--no-measure", action="store_true", help="simulated result: no candidate is run"
+    )
+
+
+def make_epilog() -> str:
+    """Return the end of the help, with all search algorithms."""
+    return EPILOG + "".join(
+        f"  {listing.name:21}{listing.summary}{f' ({listing.needs})' if listing.needs else ''}\n"
+        for listing in listings()
+    )
+
+
+def replication(text: str) -> Replication:
+    """Parse ``auto,batch=global``: the number of replicas and settings of Replication."""
+    head, values = settings(text, Replication, REPLICA_SETTINGS)
+    try:
+        return Replication(replicas=None if head == AUTO else count(head), **values)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def run(args: argparse.Namespace) -> int:
-    """Optimize, write the placement, timeline and report, print the table."""
+    """Optimize, write the placement and report, print the table."""
     began = time.perf_counter()
     if args.cluster is None and (args.devices or "").endswith(".toml"):
         args.cluster, args.devices = Path(args.devices), None
-    outputs = {"--out": args.out, "--timeline": args.timeline, "--report": args.report}
-    inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
-    if (why := why_not_outputs(outputs, inputs, _least_bytes(args.target))) is not None:
-        return fail(BAD_USAGE, why)
-    from placer.sources.target import TargetError, check_target
+    check_outputs(
+        {"--out": args.out, "--report": args.report},
+        {
+            "target": target_file(args.target),
+            "--cluster": args.cluster,
+            "--start-from": args.start_from,
+        },
+        _least_bytes(args.target),
+    )
+    from placer.sources.target import check_target
 
-    try:
+    with usage_errors():
         job = job_of(args)
         check_target(args.target)
-    except (ValueError, OSError) as error:
-        return fail(BAD_USAGE, error)
-    from graphs.selection import ConstraintError
     from placer.api import run_job
-    from placer.choose import PlacementError, WarmStartError
     from placer.progress import Timed
-    from placer.replicate.result import ReplicatedResult
-    from placer.report.console import stdout_console
-    from placer.report.table import print_result
 
-    say(args, _foretold(job))
+    say(args, estimate(job))
     stages_s = {"Loading libraries": time.perf_counter() - began}
-    try:
-        with progress_of(args) as shown:
-            progress = Timed(shown)
-            found = run_job(job, progress)
-        progress.complete()
-    except (TargetError, ConstraintError, WarmStartError) as error:
-        return fail(BAD_USAGE, error)
-    except (PlacementError, ValueError, OSError, RuntimeError) as error:
-        return fail(JOB_FAILED, error)
+    with progress_of(args) as shown:
+        progress = Timed(shown)
+        result = run_job(job, progress)
+    progress.complete()
     searched = time.perf_counter()
-    why = _write(found, args)
+    unwritten = _write(result, args)
     stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
-        if isinstance(found, ReplicatedResult):
-            print_planned(found.replication, args)
-        elif args.json:
-            data = {**found.to_dict(), "total_s": total_s, "out": str(args.out)}
-            print(json.dumps(data, allow_nan=False))
-        elif args.quiet:
-            print(found)
-        else:
-            print_result(found, stdout_console(), verbose=args.verbose)
+        _print(result, args, total_s)
     except KeyboardInterrupt:
-        why = why or f"stopped while printing; the placement is in {args.out}"
+        raise unwritten or JobError(
+            f"stopped while printing; the placement is in {args.out}"
+        ) from None
     except BrokenPipeError:
         raise
     except OSError as error:
-        why = why or f"{file_error_message(error)}; the placement is in {args.out}"
-    if why is not None:
-        return fail(JOB_FAILED, why)
-    _tell(found, args, job, taken(total_s, stages_s))
+        raise unwritten or JobError(f"{sentence(error)}; the placement is in {args.out}") from error
+    if unwritten is not None:
+        raise unwritten
+    _remark(result, args, job, duration_by_stage(total_s, stages_s))
     return 0
 
 
-def _tell(found: Result, args: argparse.Namespace, job: Job, took: str) -> None:
-    """Print remarks, output files, duration and next steps."""
+def job_of(args: argparse.Namespace) -> Job:
+    """Return the job that the arguments describe; its target is not loaded yet.
+
+    Raises:
+        UsageError: arguments contradict each other.
+        ValueError: an argument is invalid.
+        OSError: a file cannot be read.
+    """
+    from placer.job import Constraints, Job, SearchConfig
+
+    check_model_options(args, args.target)
+    target = target_of(args)
+    if target.is_graph and args.cluster is None:
+        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
+    pins: dict[str, str] = {}
+    for name, device in args.pin:
+        if pins.setdefault(name, device) != device:
+            raise UsageError(f"--pin {name!r} is given with {pins[name]} and with {device}")
+    return Job.of(
+        target,
+        args.cluster or args.devices or "auto",
+        search=SearchConfig(
+            budget=args.budget,
+            seed=args.seed,
+            placer=args.placer,
+            policy=args.policy or "auto",
+            objective=args.objective,
+            micro_batches=args.micro_batches,
+            measure=not args.no_measure,
+            start_from=args.start_from,
+        ),
+        constraints=Constraints(
+            keep_together=tuple(args.keep_together), pins=pins, memory=args.memory
+        ),
+        replicas=args.data_parallel,
+        extractor=args.extractor,
+    )
+
+
+def _print(result: Result, args: argparse.Namespace, total_s: float) -> None:
     from placer.replicate.result import ReplicatedResult
 
-    if found.extraction is not None and job.search.start_from is not None:
-        from placer.device_map import DeviceMap
+    if isinstance(result, ReplicatedResult):
+        _print_plan(result.replication, args)
+        return
+    from placer.report.table import print_result as print_table
 
-        start = job.search.start_from
-        if isinstance(start, DeviceMap) and (remark := start.conflict(found.extraction)):
-            say(args, remark)
-    say(args, _talk(found, args, took))
-    if isinstance(found, ReplicatedResult) and (command := command_of(found.replication, args)):
-        say(args, f"train it: {command}")
-
-
-def _file(args: argparse.Namespace) -> Path:
-    path, colon, _ = args.target.rpartition(":")
-    return Path(path if colon else args.target)
+    print_result(
+        args,
+        lambda: {**result.to_dict(), "total_s": total_s, "out": str(args.out)},
+        lambda console: print_table(result, console, verbose=args.verbose),
+        result,
+    )
 
 
-def _write(found: Result, args: argparse.Namespace) -> str | None:
-    """Write the placement, timeline and report; return why that failed, or None."""
+def _print_plan(plan: ReplicaPlan, args: argparse.Namespace) -> None:
+    from placer.report.replicas import plan_to_dict, print_plan, verdict_of
+    from placer.result import extraction_to_dict
+
+    print_result(
+        args,
+        lambda: {
+            **plan_to_dict(plan),
+            "seed": args.seed,
+            "stopped": plan.left_out > 0,
+            **extraction_to_dict(plan.extraction),
+            "out": str(args.out),
+            "command": _command_of(plan, args) or None,
+        },
+        lambda console: print_plan(plan, console),
+        verdict_of(plan),
+    )
+
+
+def _command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
+    """Return the command that trains the replicas, "" if the plan cannot be run."""
+    from placer.parallel.plan import launch_command, why_not_run
+
+    extraction = plan.extraction
+    if extraction is None or not extraction.step.training or why_not_run(plan.replicas):
+        return ""
+    options = model_options(args, inference=False)
+    return launch_command(plan.replicas, args.target, args.out, *options)
+
+
+def _write(result: Result, args: argparse.Namespace) -> JobError | None:
+    """Write the placement and the report; return why that failed, or None."""
     from placer.interrupt import uninterrupted
-    from placer.report.timeline import write_timeline
 
     with uninterrupted():
         try:
-            found.save(args.out)
+            result.save(args.out)
         except OSError as error:
-            return f"{why_not_written(args.out, error)}; {_kept_elsewhere(found, args.out)}"
-        if args.timeline is not None:
+            return JobError(f"{write_error(args.out, error)}; {_saved_elsewhere(result, args.out)}")
+        if args.report is not None:
             try:
-                write_timeline(found.problem, found.placement, args.timeline)
-            except OSError as error:
-                why = why_not_written(args.timeline, error)
-                return f"{why}; the placement is in {args.out}"
-        if args.report is not None and (unwritten := why_no_report(found, args)) is not None:
-            return f"{unwritten}; the placement is in {args.out}"
+                write_report(result, result.extraction, args, args.out, args.report)
+            except JobError as error:
+                return JobError(f"{error}; the placement is in {args.out}")
     return None
+
+
+def _saved_elsewhere(result: Result, out: Path) -> str:
+    """Save the placement to a temporary file or print it; return where it is."""
+    try:
+        other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
+        result.save(other)
+    except OSError:
+        print(json.dumps(result.placement.to_dict(), allow_nan=False), flush=True)
+        return "the placement is on standard output"
+    return f"the placement is in {other}"
 
 
 def _least_bytes(target: str) -> int:
@@ -171,40 +362,61 @@ def _least_bytes(target: str) -> int:
     return LEAST_BYTES
 
 
-def _kept_elsewhere(found: Result, out: Path) -> str:
-    """Save the placement to a temporary file or print it; return where it is."""
-    try:
-        other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
-        found.save(other)
-    except OSError:
-        print(json.dumps(found.placement.to_dict(), allow_nan=False), flush=True)
-        return "the placement is on standard output"
-    return f"the placement is in {other}"
+def _remark(result: Result, args: argparse.Namespace, job: Job, took: str) -> None:
+    """Print output files, sources of costs, duration and next steps."""
+    from placer.replicate.result import ReplicatedResult
 
+    if result.extraction is not None and job.search.start_from is not None:
+        from placer.device_map import DeviceMap
 
-def _foretold(job: Job) -> str:
-    from envs.hardware.discover import is_here
-
-    is_run = not job.has_costs and job.replicas is None and job.search.measure
-    return foretold(
-        job.search.budget,
-        is_model=not job.has_costs,
-        is_run=is_run and all(map(is_here, job.cluster.names)),
-    )
-
-
-def _talk(found: Result, args: argparse.Namespace, took: str) -> str:
-    talk = [f"placement: {args.out}"]
-    if args.timeline is not None:
-        talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
+        start = job.search.start_from
+        if isinstance(start, DeviceMap) and (remark := start.conflict(result.extraction)):
+            say(args, remark)
+    remarks = ["stopped early, this is the best so far"] if result.stopped else []
+    remarks.append(f"placement: {args.out}")
     if args.report is not None:
-        talk.append(f"report: {args.report}")
-    talk += [f"op costs on {kind}: {source}" for kind, source in found.cost_source.items()]
-    talk += [took, f"seed {args.seed}"]
-    if found.stopped:
-        talk.insert(0, "stopped early, this is the best so far")
-    hidden = len(found.remarks) - len(found.main_remarks)
+        remarks.append(f"report: {args.report}")
+    remarks += [f"op costs on {kind}: {source}" for kind, source in result.cost_source.items()]
+    remarks += [took, f"seed {args.seed}"]
+    hidden = len(result.remarks) - len(result.main_remarks)
     has_table = not (args.json or args.data_parallel is not None)
     if hidden and has_table and not args.verbose:
-        talk.append(f"--verbose prints {hidden} more remark{'s'[: hidden > 1]}")
-    return "; ".join(talk)
+        remarks.append(f"--verbose prints {hidden} more remark{'s'[: hidden > 1]}")
+    say(args, "; ".join(remarks))
+    if isinstance(result, ReplicatedResult) and (command := _command_of(result.replication, args)):
+        say(args, f"train it: {command}")
+
+
+def estimate(job: Job) -> str:
+    """Return a sentence that estimates the duration of a job."""
+    from envs.hardware.discover import is_here
+
+    budget = job.search.budget
+    parts = [f"search {duration(budget.seconds) if budget.seconds else budget}"]
+    if not job.has_costs:
+        parts.append(f"extraction and op costs up to {duration(PREPARING_S)} (cached afterwards)")
+        is_run = job.replicas is None and job.search.measure
+        if is_run and all(map(is_here, job.cluster.names)):
+            parts.append(f"runs of the best candidates {duration(RUNNING_S)}")
+    return f"Estimated duration: {', '.join(parts)}."
+
+
+def duration_by_stage(total_s: float, stages_s: Mapping[str, float]) -> str:
+    """Return the total duration and that of its longer stages."""
+    parts = [
+        f"{stage.partition(' (')[0].lower()} {duration(stage_s)}"
+        for stage, stage_s in stages_s.items()
+        if stage_s >= SMALLEST * total_s
+    ]
+    return f"took {duration(total_s)}: {', '.join(parts)}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in seconds, from 90 s in minutes, from 90 min in hours.
+
+    >>> duration(20.0), duration(600.0), duration(86400.0)
+    ('20 s', '10 min', '24 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.4g} h"

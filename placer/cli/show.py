@@ -1,61 +1,223 @@
-"""``placer show``: prints a placement file."""
+"""``placer show``: prints a placement file, or writes it as an HTML report."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from placer.cli.failures import BAD_USAGE, fail
+from placer.cli.arguments import (
+    add_devices,
+    add_file,
+    add_model,
+    check_model_options,
+    is_graph,
+    model_options,
+    target_file,
+    target_of,
+)
+from placer.cli.errors import UsageError, usage_errors
+from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 
 if TYPE_CHECKING:
     from envs.placement import Placement
+    from graphs.extract import Extraction
+    from placer.progress import Progress
+    from placer.result import Result
+
+EPILOG = """\
+examples:
+  placer show placement.json
+  placer show placement.json encoder.layers.3
+  placer show placement.json --html report.html --target graph.json --cluster cluster.toml
+  placer show placement.json --html report.html --target model.py:build
+"""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("show", help="show a placement file")
-    parser.add_argument("placement", type=Path)
-    parser.add_argument(
-        "name", nargs="?", help="an op or a module, (model) for what is in none: print where it is"
+    parser = commands.add_parser(
+        "show",
+        help="show a placement file, in the terminal or as an HTML report",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("placement", type=Path, help="placement.json")
+    parser.add_argument(
+        "name", nargs="?", help="op or module to locate; (model) for ops in no module"
+    )
+    group = parser.add_argument_group("report")
+    add_file(group, "--html", "HTML report to write: gain, graph, timeline, memory; needs --target")
+    group.add_argument("--target", help="placed model or graph file, as for placer optimize")
+    add_devices(group, "those of the placement", cluster=True)
+    add_model(parser.add_argument_group("model"))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the placement by module, or the device of one op or module."""
+    """Print the placement by module, or the device of one op or module, or write the report."""
     from envs.placement import Placement
-    from placer.report.console import stdout_console
     from placer.report.table import placement_to_dict, print_placement
 
-    try:
+    if args.html is not None:
+        _check_report(args)
+    elif args.target is not None:
+        raise UsageError("--target is the model of a report: give --html report.html, too")
+    with usage_errors():
         placement = Placement.load(args.placement)
-        if args.name is not None:
-            print(_told(placement, args.name, as_json=args.json))
-            return 0
-    except KeyError as error:
-        return fail(BAD_USAGE, error.args[0])
-    except (ValueError, OSError) as error:
-        return fail(BAD_USAGE, error)
-    if args.json:
-        print(json.dumps(placement_to_dict(placement)))
+    if args.html is not None:
+        _report(placement, args)
+    elif args.name is not None:
+        data, line = _location(placement, args.name)
+        print_result(args, lambda: data, lambda _: print(line))
     else:
-        print_placement(placement, stdout_console())
+        print_result(
+            args,
+            lambda: placement_to_dict(placement),
+            lambda console: print_placement(placement, console),
+        )
     return 0
 
 
-def _told(placement: Placement, name: str, *, as_json: bool) -> str:
-    """Return where an op or module is; ``device`` is that of a module's parameters.
+def _location(placement: Placement, name: str) -> tuple[dict[str, Any], str]:
+    """Return where an op or module is; ``device`` is that of a module's parameters."""
+    from envs.placement import phase_of
+    from placer.report.table import device_text
+
+    try:
+        device = placement.device_of(name)
+    except KeyError as error:
+        raise UsageError(error.args[0]) from error
+    if name in placement.ops:
+        return {"name": name, "device": device, "devices": {device: {phase_of(name): 1}}}, device
+    data = {"name": name, "device": device, "devices": placement.phases_of(name)}
+    return data, f"{name}: {device_text(placement, name)}"
+
+
+def _check_report(args: argparse.Namespace) -> None:
+    if args.target is None:
+        raise UsageError(
+            "a placement file does not hold its graph: give what was placed, as in placer show "
+            f"{args.placement} --html {args.html} --target graph.json --cluster cluster.toml"
+        )
+    if args.name is not None:
+        raise UsageError("an op or module is printed, not reported: leave out its name or --html")
+    inputs = {"--target": target_file(args.target), "--cluster": args.cluster}
+    check_outputs({"--html": args.html}, {"placement": args.placement, **inputs})
+    check_model_options(args, args.target)
+    if is_graph(args.target) and args.cluster is None:
+        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
+
+
+def _report(placement: Placement, args: argparse.Namespace) -> None:
+    """Simulate the placement and the heuristics, and write the page."""
+    with progress_of(args) as progress:
+        result, extraction = _reviewed(placement, args, progress)
+        write_report(result, extraction, args, args.placement, args.html)
+    say(args, f"report: {args.html}")
+    if args.json:
+        print_result(args, lambda: _to_dict(result, args.html), lambda _: None)
+
+
+def _to_dict(result: Result, out: Path) -> dict[str, Any]:
+    return {
+        "candidates": [
+            {
+                "name": candidate.name,
+                "predicted_s": candidate.predicted_s if candidate.can_run else None,
+                "peak_memory_bytes": dict(candidate.peak_memory_bytes),
+                "why": candidate.why,
+                "placement": candidate is result.best,
+            }
+            for candidate in result.candidates
+        ],
+        "lower_bound_s": result.lower_bound_s,
+        "verdict": result.verdict,
+        "out": str(out),
+    }
+
+
+def _reviewed(
+    placement: Placement, args: argparse.Namespace, progress: Progress
+) -> tuple[Result, Extraction | None]:
+    from placer.costed_step import costed_step
+    from placer.job import Constraints, Job, SearchConfig
+    from placer.report.html import reviewed
+
+    with usage_errors():
+        job = Job.of(
+            target_of(args),
+            args.cluster or args.devices or ",".join(placement.device_names),
+            search=SearchConfig(policy=None),
+            constraints=Constraints(memory=args.memory),
+            extractor=args.extractor,
+        )
+    step = costed_step(job.loaded(progress), progress)
+    with usage_errors():
+        placed = placement.aligned(step.problem.graph, step.cluster)
+        result = reviewed(step.problem, placed, step.graph.graph["cost_source"])
+    return result, step.extraction
+
+
+def write_report(
+    result: Result,
+    extraction: Extraction | None,
+    args: argparse.Namespace,
+    placement: Path,
+    path: Path,
+) -> None:
+    """Write the report of a result whose placement is in a file.
 
     Raises:
-        KeyError: neither an op nor a module has this name.
+        JobError: it cannot be written.
     """
-    from envs.placement import phase_of
-    from placer.report.table import told_devices
+    from graphs.files import write_whole
+    from placer.report.html import Source, next_commands, page, report_data
 
-    device, is_op = placement.device_of(name), name in placement.ops
-    if as_json:
-        devices = {device: {phase_of(name): 1}} if is_op else placement.phases_of(name)
-        return json.dumps({"name": name, "device": device, "devices": devices})
-    return device if is_op else f"{name}: {told_devices(placement, name)}"
+    names = result.problem.cluster.names
+    place = ["--cluster", str(args.cluster)] if args.cluster else []
+    if not (place or is_graph(args.target)):
+        place = ["--devices", ",".join(names)]
+    if args.memory:
+        place += ["--memory", ",".join(f"{name}={size}" for name, size in args.memory.items())]
+    source = Source(
+        placement=placement,
+        target=args.target,
+        devices=names,
+        place=place,
+        model=model_options(args),
+        search=_search_words(result.placement, args),
+        launch=_launch(result.placement, args, placement, extraction),
+    )
+    with writing(path):
+        write_whole(path, page(report_data(result, next_commands(source))))
+
+
+def _launch(
+    placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
+) -> str:
+    """Return the command that trains with the placement, "" if placer cannot run it."""
+    from envs.replication import Replication
+    from envs.runtime import has_runtime
+    from placer.parallel.plan import launch_command, why_not_run
+
+    if extraction is None or not extraction.step.training or placement.micro_batches > 1:
+        return ""
+    known = all(map(has_runtime, placement.device_names))
+    if placement.replicas is None and not known:
+        return ""
+    plan = placement.replicas or Replication(groups=(placement.device_names,))
+    options = model_options(args, inference=False)
+    return "" if why_not_run(plan) else launch_command(plan, args.target, path, *options)
+
+
+def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
+    """Return the options of a further search, besides the model and its devices."""
+    words = [] if placement.objective == "latency" else ["--objective", placement.objective]
+    if placement.micro_batches > 1:
+        words += ["--micro-batches", str(placement.micro_batches)]
+    for name, device in getattr(args, "pin", []):
+        words += ["--pin", f"{name}={device}"]
+    for name in getattr(args, "keep_together", []):
+        words += ["--keep-together", name]
+    return words

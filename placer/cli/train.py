@@ -1,17 +1,19 @@
-"""``placer train``: trains a policy by reinforcement learning."""
+"""``placer train``: trains a policy by reinforcement learning, or evaluates one on a suite."""
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import add_devices, seed
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
-from placer.cli.talk import progress_of
+from placer.cli.arguments import add_devices, add_file, count, is_graph, output_group, seed
+from placer.cli.errors import JobError, UsageError, usage_errors
+from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from envs.hardware.cluster import Cluster
     from graphs.extract import Workload
     from placer.policies.training import TrainingConfig
@@ -19,128 +21,125 @@ if TYPE_CHECKING:
 EPILOG = """\
 A training that was stopped or killed goes on from NAME.checkpoint when the same command is given
 again; with simulated reward it ends as it would have without. NAME.csv has a line for every
-rollout; with the extra "track" so has NAME.tensorboard.
+rollout; with the extra "track" so has NAME.tensorboard. Suites are in trained_policies/suites.toml.
 
 examples:
   placer train --config trained_policies/generalist.toml --out trained_policies/generalist
   placer train --out policies/mine --families layered moe --decodes 100000 --seeds 1
   placer train --backend measured --target graphs/models/inception.py:build \\
     --devices core:0,core:1 --start generalist --decodes 64 --out policies/inception
+  placer train --evaluate families --policy policies/mine
 """
+ENDINGS = {"weights": "safetensors", "card": "json", "log": "csv", "checkpoint": "checkpoint"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "train",
-        help="train a policy on generated graphs, or on one model by measured steps",
+        help="train a policy by simulated or measured steps, or evaluate one",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    _add_training(parser.add_argument_group("training"))
+    group = parser.add_argument_group("reward")
+    group.add_argument(
+        "--backend",
+        choices=["simulated", "measured"],
+        help="reward: simulated steps, or measured steps of --target [simulated]",
+    )
+    group.add_argument("--target", help="model to measure, as for placer optimize")
+    add_devices(group, "auto")
+    group = parser.add_argument_group("evaluation")
+    group.add_argument(
+        "--evaluate", metavar="SUITE", help="suite to score --policy on, instead of training"
+    )
+    group.add_argument("--policy", metavar="NAME", help="name or path of a trained policy")
+    add_file(group, "--suites", "file with your own suites")
+    group.add_argument(
+        "--no-card", action="store_true", help="scores are printed only, not written to the card"
+    )
+    output_group(parser).add_argument(
         "--out",
         type=Path,
-        required=True,
         metavar="FOLDER/NAME",
-        help="where NAME.safetensors and its card NAME.json go",
+        help="policy to write: NAME.safetensors and its card NAME.json",
     )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="training configuration (TOML); the options below override it",
+    parser.set_defaults(run=run)
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add_file(group, "--config", "training configuration (TOML), overridden by other options")
+    group.add_argument(
+        "--start", metavar="NAME", help="initial policy [none; generalist for measured steps]"
     )
-    parser.add_argument(
-        "--start", metavar="NAME", help="policy to begin with (default with measured: generalist)"
+    group.add_argument(
+        "--decodes", type=count, metavar="N", help="decodes per seed [350000; 256 if measured]"
     )
-    parser.add_argument(
-        "--decodes",
-        type=int,
-        metavar="N",
-        help="length of each seed (default: 350000, measured 256)",
+    group.add_argument("--seconds", type=float, help="duration of each seed, instead of --decodes")
+    group.add_argument(
+        "--seeds", type=count, metavar="N", help="number of seeds [5; 1 if measured]"
     )
-    parser.add_argument("--seconds", type=float, help="length of each seed in time instead")
-    parser.add_argument("--seeds", type=int, help="number of seeds (default: 5, measured 1)")
-    parser.add_argument("--first-seed", type=seed, metavar="N", help="the default is 0")
-    parser.add_argument(
-        "--families", nargs="+", metavar="NAME", help="to train on (default: all but chains)"
+    group.add_argument("--first-seed", type=seed, metavar="N", help="first seed [0]")
+    group.add_argument(
+        "--families", nargs="+", metavar="NAME", help="families of graphs [all but chains]"
     )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes that decode (default: only this one)"
+    group.add_argument(
+        "--workers", type=count, metavar="N", help="processes that decode [this one]"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="of the network (default: cpu)")
-    parser.add_argument(
+    group.add_argument("--device", choices=["cpu", "cuda"], help="device of the network [cpu]")
+    group.add_argument(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="decode on a Ray cluster (extra: cluster); without an address on this machine",
+        help="Ray cluster that decodes [without address: this machine]",
     )
-    parser.add_argument(
-        "--fresh", action="store_true", help="begin anew, whatever checkpoint there is"
+    group.add_argument(
+        "--fresh", action="store_true", help="new training, even if there is a checkpoint"
     )
-    measured = parser.add_argument_group("reward")
-    measured.add_argument(
-        "--backend",
-        choices=["simulated", "measured"],
-        help="of the steps: simulated (default), or measured, of one model",
-    )
-    measured.add_argument("--target", help="the model to measure, as for placer optimize")
-    add_devices(measured, "auto")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the policy, write it with its card, print which seed was kept."""
-    if not args.out.name.strip("."):
-        return fail(BAD_USAGE, f"--out {args.out} names no policy; write for example policies/mine")
-    endings = {"weights": "safetensors", "card": "json", "log": "csv", "checkpoint": "checkpoint"}
-    files = {key: args.out.with_name(f"{args.out.name}.{end}") for key, end in endings.items()}
-    if (why := why_not_outputs(files, {"--config": args.config})) is not None:
-        return fail(BAD_USAGE, why)
-    from graphs.extract import ExtractionError
-    from placer.policies.training import train
-    from placer.sources.target import TargetError
+    """Train or evaluate."""
+    if args.evaluate is not None:
+        return _evaluate(args)
+    evaluation = {"--policy": args.policy, "--suites": args.suites, "--no-card": args.no_card}
+    if names := [name for name, value in evaluation.items() if value]:
+        raise UsageError(f"{names[0]} needs --evaluate SUITE")
+    if args.out is None or not args.out.name.strip("."):
+        raise UsageError("a training needs a name: give --out, for example policies/mine")
+    return _train(args)
 
-    try:
+
+def _train(args: argparse.Namespace) -> int:
+    """Train the policy, write it with its card, print which seed was kept."""
+    files = {key: args.out.with_name(f"{args.out.name}.{end}") for key, end in ENDINGS.items()}
+    check_outputs(files, {"--config": args.config})
+    from placer.policies.training import train
+
+    with usage_errors():
         config = _config(args)
         measured = _measured(args, config)
-    except (TargetError, ValueError, OSError) as error:
-        return fail(BAD_USAGE, error)
     try:
         with progress_of(args) as progress:
             progress.stage(f"Training {args.out.name}")
             card = train(
                 args.out, config, measured=measured, progress=progress.advance, fresh=args.fresh
             )
-    except ExtractionError as error:
-        return fail(JOB_FAILED, error)
-    except ValueError as error:
-        return fail(BAD_USAGE, error)
-    except (OSError, FloatingPointError, RuntimeError) as error:
-        return fail(JOB_FAILED, error)
     except KeyboardInterrupt:
-        if not files["checkpoint"].exists():
-            raise
-        return fail(JOB_FAILED, "stopped; the same command goes on from the last checkpoint")
-    if args.json:
-        print(json.dumps({**card, "out": str(files["weights"])}, allow_nan=False))
-        return 0
-    print(f"{card['name']}: seed {card['seed']} of {config.seeds}, written to {files['weights']}")
+        raise JobError("stopped; the same command goes on from the last checkpoint") from None
+    line = f"{card['name']}: seed {card['seed']} of {config.seeds}, written to {files['weights']}"
+    print_result(args, lambda: {**card, "out": str(files["weights"])}, lambda _: print(line))
     return 0
 
 
 def _config(args: argparse.Namespace) -> TrainingConfig:
-    """Return the configuration, overridden by the other options.
-
-    Raises:
-        ValueError: the file is not a configuration, or an option is invalid.
-        OSError: the file cannot be read.
-    """
+    """Return the configuration, overridden by the other options."""
     from placer.policies.training import Length, config_of
 
     if args.ray is not None and args.workers is not None:
-        raise ValueError("give --workers or --ray, not both")
+        raise UsageError("give --workers or --ray, not both")
     has_length = args.decodes is not None or args.seconds is not None
     return config_of(
         args.config,
@@ -157,23 +156,72 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
 
 
 def _measured(args: argparse.Namespace, config: TrainingConfig) -> tuple[Workload, Cluster] | None:
-    """Return the step to measure and its devices, if steps are measured.
-
-    Raises:
-        TargetError: the target cannot be loaded.
-        ValueError: there is no such device, or options do not suit the backend.
-    """
+    """Return the step to measure and its devices, None if steps are simulated."""
     if config.backend == "simulated":
-        given = {"--target": args.target, "--devices": args.devices, "--memory": args.memory}
-        if names := [name for name, value in given.items() if value]:
-            raise ValueError(f"{names[0]} needs --backend measured")
+        options = {"--target": args.target, "--devices": args.devices, "--memory": args.memory}
+        if names := [name for name, value in options.items() if value]:
+            raise UsageError(f"{names[0]} needs --backend measured")
         return None
     from envs.hardware.discover import discover
-    from placer.sources.target import is_graph_file, load_step
+    from placer.sources.target import load_step
 
     if args.target is None:
-        raise ValueError("measured steps are those of one model: give --target")
-    if is_graph_file(args.target):
-        raise ValueError("a graph file cannot be run: give the function that makes the model")
+        raise UsageError("measured steps are those of one model: give --target")
+    if is_graph(args.target):
+        raise UsageError("a graph file cannot be run: give the function that makes the model")
     cluster = discover(args.devices or "auto", args.memory)
     return load_step(args.target, training=True), cluster
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Evaluate the policy, print the scores, write them into its card."""
+    if args.policy is None or args.out is not None or args.config is not None:
+        raise UsageError("an evaluation takes --policy NAME, and neither --out nor --config")
+    from placer.policies.evaluation import (
+        SEEDS,
+        evaluate,
+        load_suites,
+        suite_named,
+        write_into_card,
+    )
+    from placer.policies.network import CARD, file_of, load, path_of
+
+    with usage_errors():
+        suite = suite_named(args.evaluate, load_suites(args.suites))
+        path, policy = path_of(args.policy), load(args.policy)
+    card = file_of(path, CARD)
+    if not args.no_card:
+        try:
+            check_outputs({"the card": card}, {})
+        except UsageError as error:
+            raise UsageError(f"{error}; --no-card leaves it as it is") from error
+    with progress_of(args) as progress, usage_errors():
+        progress.stage(f"Evaluating {policy.name}")
+        scores = evaluate(policy, suite, seeds=args.seeds or SEEDS, progress=progress.advance)
+    print_result(
+        args,
+        lambda: {"policy": policy.name, **scores},
+        lambda console: _print_scores(scores, console),
+    )
+    if not args.no_card:
+        with writing(card):
+            write_into_card(path, scores)
+        say(args, f"written into {card}")
+    return 0
+
+
+def _print_scores(scores: Mapping[str, Any], console: Console) -> None:
+    from placer.report.console import print_rows
+
+    table: dict[str, dict[str, float]] = scores["table"]
+    print_rows(
+        console,
+        ("family", *next(iter(table.values()))),
+        [
+            (family, *(f"{row[name]:.{0 if name == 'graphs' else 3}f}" for name in row))
+            for family, row in table.items()
+        ],
+    )
+    number = len(scores["seeds"])
+    seeds = f"medians over {number} seeds" if number > 1 else "of 1 seed"
+    console.print(f"Numbers are {scores['scores_are']}; {seeds}.")

@@ -110,7 +110,7 @@ class Blocks:
     for a block, wait for another sweep. It serves as the data of a run, ``batch = Blocks((images,
     labels), ...)`` in a file::
 
-        python -m placer.run model.py:build --data file.py:batch --sync bmuf --period 16 ...
+        python -m placer.run model.py:build --data file.py:batch --sync bmuf,period=16 ...
     """
 
     def __init__(

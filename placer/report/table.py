@@ -16,6 +16,7 @@ from envs.hardware.byte_size import human_bytes
 from envs.placement import ROOT, module_of
 from placer import messages
 from placer.milliseconds import milliseconds
+from placer.report.console import print_rows
 from placer.search.candidate import Kind
 
 if TYPE_CHECKING:
@@ -112,32 +113,32 @@ def _legend(result: Result, ran: bool) -> str:
 def print_cluster(cluster: Cluster, console: Console) -> None:
     """Print devices and links with their speeds."""
     console.print(cluster.name)
-    devices = Table(box=box.SIMPLE_HEAD)
-    for column in ("device", "kind", "memory", "GFLOP/s", "GB/s", "source"):
-        devices.add_column(column, justify="left" if column in "device kind source" else "right")
-    for device in cluster.devices:
-        devices.add_row(
-            device.name,
-            device.kind,
-            human_bytes(device.memory_bytes),
-            f"{device.peak_flop_per_s / 1e9:.1f}",
-            f"{device.bandwidth_bytes_per_s / 1e9:.1f}",
-            device.source,
-        )
-    console.print(devices)
-    if not cluster.links:
-        return
-    links = Table(box=box.SIMPLE_HEAD)
-    for column in ("link", "latency", "GB/s", "transfers that wait for each other"):
-        links.add_column(column)
-    for link in cluster.links:
-        links.add_row(
-            (" -> " if link.one_way else " - ").join(link.between),
-            f"{link.latency_s * 1e6:.1f} us",
-            f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
-            _queue(link),
-        )
-    console.print(links)
+    print_rows(
+        console,
+        ("device", "kind", "memory", "GFLOP/s", "GB/s", "source"),
+        [
+            (
+                *(device.name, device.kind, human_bytes(device.memory_bytes)),
+                f"{device.peak_flop_per_s / 1e9:.1f}",
+                f"{device.bandwidth_bytes_per_s / 1e9:.1f}",
+                device.source,
+            )
+            for device in cluster.devices
+        ],
+    )
+    print_rows(
+        console,
+        ("link", "latency", "GB/s", "transfers that wait for each other"),
+        [
+            (
+                (" -> " if link.one_way else " - ").join(link.between),
+                f"{link.latency_s * 1e6:.1f} us",
+                f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
+                _queue(link),
+            )
+            for link in cluster.links
+        ],
+    )
 
 
 def _queue(link: Link) -> str:
@@ -148,13 +149,15 @@ def _queue(link: Link) -> str:
 def print_placement(placement: Placement, console: Console) -> None:
     """Print ops per device for the top modules of a placement, and its step times."""
     console.print(_origin(placement))
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("module")
-    for name in placement.device_names:
-        table.add_column(name, justify="right")
-    for module, count in _ops_by_module(placement).items():
-        table.add_row(module, *(str(count[name] or "") for name in placement.device_names))
-    console.print(table)
+    names = placement.device_names
+    print_rows(
+        console,
+        ("module", *names),
+        [
+            (module, *(counts[name] or "" for name in names))
+            for module, counts in _ops_by_module(placement).items()
+        ],
+    )
     predicted, measured = placement.predicted or {}, placement.measured or {}
     if "step_s" in predicted:
         console.print(f"predicted step: {_ms(predicted['step_s'])} ms")
@@ -183,13 +186,13 @@ def placement_to_dict(placement: Placement) -> dict[str, Any]:
     }
 
 
-def told_devices(placement: Placement, module: str) -> str:
+def device_text(placement: Placement, module: str) -> str:
     """Return where a module's ops are, as in "core:1 (7 forward ops), core:0 (7 backward ops)"."""
-    told = []
+    parts = []
     for name, counts in placement.phases_of(module).items():
         ops = ", ".join(f"{count} {phase}" for phase, count in counts.items())
-        told.append(f"{name} ({ops} op{'s'[: sum(counts.values()) > 1]})")
-    return ", ".join(told)
+        parts.append(f"{name} ({ops} op{'s'[: sum(counts.values()) > 1]})")
+    return ", ".join(parts)
 
 
 def human_flops(count: float) -> str:

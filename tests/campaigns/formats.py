@@ -70,15 +70,15 @@ GRAPH: Final = "{at.graph} --cluster {at.cluster}"
 OF_PLACEMENT: Final = (
     "show {it}",
     "show {it} --json",
-    f"simulate {GRAPH} --placement {{it}}",
-    f"report {{it}} {GRAPH} --out {{it.parent}}/page.html",
+    f"evaluate {GRAPH} --placement {{it}}",
+    f"show {{it}} --html {{it.parent}}/page.html --target {GRAPH}",
     f"optimize {GRAPH} --start-from {{it}} {SEARCH}",
 )
 OF_POLICY: Final = (
     f"optimize {GRAPH} --policy {{it}} {SEARCH}",
-    "evaluate-policy {it} --suites {at.suites} --suite tiny --seeds 1",
+    "train --policy {it} --suites {at.suites} --evaluate tiny --seeds 1",
 )
-OF_SUITES: Final = "evaluate-policy generalist --no-card --seeds 1 --suites={it} --suite={name}"
+OF_SUITES: Final = "train --policy generalist --no-card --seeds 1 --suites={it} --evaluate={name}"
 OF_CLUSTER: Final = (
     f"optimize {{at.graph}} --cluster {{it}} {SEARCH}",
     "simulate {at.graph} --cluster {it} --placement {at.placement}",
@@ -159,7 +159,14 @@ def formats(folder: Path) -> tuple[Format, ...]:
             lambda path: read_state(path, STATE_FORMAT),
             share=6,
         ),
-        Format("cost cache", "bytes", at.cost_cache, cached, ["cache", "cache --clear"], 6),
+        Format(
+            "cost cache",
+            "bytes",
+            at.cost_cache,
+            cached,
+            ["machine --cache", "machine --clear-cache"],
+            6,
+        ),
         Format("ONNX", "bytes", at.onnx, onnx_file, share=4),
         Format("exported program", "zip", at.exported, program, [of_program], 15, at),
         Format("transformers", "json", at.transformers, _transformers, share=2),

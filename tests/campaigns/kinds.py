@@ -180,8 +180,8 @@ def damaged_cache(case: Case) -> None:
             path.write_bytes(changed_bytes(case.random, content))
     if measures:
         case.check_placement(out, case.run(command))
-    for option in ("--json", "--clear"):
-        case.run(replace(command, arguments=["cache", option]), codes=(0, 1))
+    for option in ("--cache", "--clear-cache"):
+        case.run(replace(command, arguments=["machine", option]), codes=(0, 1))
 
 
 def full_disk(case: Case) -> None:

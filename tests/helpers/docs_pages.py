@@ -65,14 +65,16 @@ class Command:
             return False
         name, *rest = self.words[1:]
         match name:
-            case "show" | "placers" | "simulate" | "cache":
-                return True
+            case "machine":
+                return "--cache" in rest or "--clear-cache" in rest or "--completion" in rest
             case "export":
                 return "--predict" not in rest
             case "extract":
                 return True
-            case "optimize" | "report":
-                return rest[name == "report"].endswith(".json")  # the target is a graph
+            case "show":
+                return "--html" not in rest or any(word.endswith(".json") for word in rest[3:])
+            case "optimize" | "evaluate":
+                return rest[0].endswith(".json")  # the target is a graph
         return False
 
 

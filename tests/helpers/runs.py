@@ -17,7 +17,8 @@ from envs.placement import Placement
 from graphs.extract import extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
-from placer.cli import run
+from placer.cli.main import main
+from placer.parallel.methods.registry import OPTIONS
 from placer.sources.target import load_step
 from tests.helpers.ranks import on_ranks
 
@@ -73,7 +74,7 @@ def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
 def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run.main(arguments)
+        code = main(["run", *arguments])
     return code, out.getvalue(), err.getvalue()
 
 
@@ -88,6 +89,12 @@ def ran(ranks: int, *arguments: str) -> dict[str, Any]:
 
 
 def arguments(target: str, placement: Path, steps: int, **options: object) -> list[str]:
+    """Return the words of a run; options of the method of synchronization go into ``--sync``."""
+    names = ("accumulate", *OPTIONS)
+    sync = [str(options.pop("sync"))] if "sync" in options else []
+    sync += [f"{name}={options.pop(name)}" for name in names if name in options]
+    if sync:
+        options["sync"] = ",".join(sync)
     given = [
         text
         for key, value in options.items()

@@ -29,9 +29,7 @@ from envs.placement import Placement
 from envs.replication import Replication
 from graphs.graph import ATTRIBUTES
 from graphs.graph_file import graph_from_dict
-from placer.cli.commands import build_parser
-from placer.cli.main import main
-from placer.cli.run import build_parser as build_run_parser
+from placer.cli.main import build_parser, main
 from tests.helpers.docs_folder import file_blocks, furnish, furnish_models
 from tests.helpers.docs_pages import (
     DOCS,
@@ -165,7 +163,7 @@ def test_command_lines_are_understood(command: Command) -> None:
         case "placer":
             build_parser().parse_args(words[1:])
         case "torchrun" if RUN in words:
-            build_run_parser().parse_args(words[words.index(RUN) + 1 :])
+            build_parser().parse_args(["run", *words[words.index(RUN) + 1 :]])
         case "make":
             assert set(words[1:]) <= targets_of_make()
         case "pip":

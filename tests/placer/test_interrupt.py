@@ -97,8 +97,8 @@ def test_ctrl_c_while_options_are_read_is_told_in_a_line(
     def interrupted() -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("placer.cli.commands.build_parser", interrupted)
-    assert cli.main(["placers"]) == 1
+    monkeypatch.setattr("placer.cli.main.build_parser", interrupted)
+    assert cli.main(["machine"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -109,7 +109,7 @@ def test_ctrl_c_before_the_command_begins_is_told_in_a_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os._exit", sys.exit)
-    monkeypatch.setattr("placer.cli.failures.StandardOutput", interrupted)
+    monkeypatch.setattr("placer.cli.output.StandardOutput", interrupted)
     with pytest.raises(SystemExit) as ended:
         script()
     assert ended.value.code == 1

@@ -56,10 +56,10 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     ("options", "arguments"),
     [
         ("--seed 3 --placer annealing", {"search": {"seed": 3, "placer": "annealing"}}),
-        ("--objective max-load --groups 6", {"search": {"objective": "max-load", "groups": 6}}),
+        ("--objective max-load", {"search": {"objective": "max-load"}}),
         (
-            "--objective throughput --micro-batches 4 --in-flight 2",
-            {"search": {"objective": "throughput", "micro_batches": 4, "in_flight": 2}},
+            "--objective throughput --micro-batches 4",
+            {"search": {"objective": "throughput", "micro_batches": 4}},
         ),
         (
             "--pin 0=b --keep-together [123]",

@@ -369,7 +369,7 @@ def test_the_command_scores_a_placement_on_a_pinned_core_and_a_map_on_the_cpu(
     model, given = tmp_path / "model.py", tmp_path / "given.json"
     model.write_text(TARGET)
     given.write_text('{"": "cpu"}')
-    command = ["measure", f"{model}:build", "--placement", str(given)]
+    command = ["evaluate", f"{model}:build", "--placement", str(given)]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predicted"]["peak_memory_bytes"].keys() == {"cpu"}
@@ -388,13 +388,13 @@ def test_the_command_holds_the_host_to_its_limit(
     model, given = tmp_path / "model.py", tmp_path / "given.json"
     model.write_text(TARGET)
     given.write_text('{"": "cpu"}')
-    command = ["measure", f"{model}:build", "--placement", str(given), "--json"]
+    command = ["evaluate", f"{model}:build", "--placement", str(given), "--json"]
     devices = ["--devices", "vdev:0,cpu", "--memory"]
     assert main([*command, *devices, "vdev:0=1GiB,cpu=20kB"]) == 1
     told = capsys.readouterr()
     found = json.loads(told.out)
-    assert found["measured"] is None
-    assert "but has 20.0 kB" in found["failure"]
+    assert not found["feasible"]
+    assert "but has 20.0 kB" in found["why"]
     assert "kB too little" in told.err
     assert main([*command, *devices, "vdev:0=1GiB,cpu=1MB"]) == 0
     given.write_text('{"": "vdev:0"}')
@@ -406,7 +406,7 @@ def test_the_command_says_what_cannot_be_scored(
 ) -> None:
     model, given = tmp_path / "model.py", tmp_path / "given.json"
     model.write_text(TARGET)
-    command = ["measure", f"{model}:build", "--placement", str(given)]
+    command = ["evaluate", f"{model}:build", "--placement", str(given)]
     assert main(command) == 2
     assert "given.json" in capsys.readouterr().err
     given.write_text('{"0": "cpu"}')

@@ -27,7 +27,7 @@ FREE_OF_LAYOUT: Final = {
 }
 SPIN_NS: Final = 200_000
 """Time for which a receiver polls before it sleeps: waking a sleeping core takes several times
-as long as going on. ``placer devices --again`` prints the latency of a hop."""
+as long as going on. ``placer machine`` prints the latency of a hop."""
 BY_STRIDES: Final = "aten.as_strided.default"
 
 

@@ -59,12 +59,12 @@ def next_commands(source: Source) -> list[Command]:
 
 
 def _of_graph(source: Source) -> list[Command]:
-    simulate = ["placer", "simulate", source.target, *source.place]
-    simulate += ["--placement", str(source.placement)]
+    evaluate = ["placer", "evaluate", source.target, *source.place]
+    evaluate += ["--placement", str(source.placement)]
     timeline = str(source.placement.with_name("timeline.json"))
     return [
-        _command("Simulate the step again, with its critical path", *simulate, "--json"),
-        _command("Look at every op in ui.perfetto.dev", *simulate, "--timeline", timeline),
+        _command("Simulate the step again, with its critical path", *evaluate, "--json"),
+        _command("Look at every op in ui.perfetto.dev", *evaluate, "--timeline", timeline),
     ]
 
 
@@ -73,7 +73,7 @@ def _of_model(source: Source) -> list[Command]:
     if source.launch:
         commands.append(Command("Train with it, every op where it is placed", source.launch))
     if all(map(is_here, source.devices)):
-        words = ["placer", "measure", source.target, "--placement", str(source.placement)]
+        words = ["placer", "evaluate", source.target, "--placement", str(source.placement)]
         words += [*source.place, *source.model]
         commands.append(_command("Measure it again, on this machine", *words))
     return commands + [_export(source, name) for name in EXPORTS]

@@ -124,9 +124,9 @@ def test_governors_are_those_of_the_cores(tmp_path: Path) -> None:
 
 def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"core:{physical_cores()[0]}"
-    assert main(["doctor", "--devices", name, "--json"]) == 0
+    assert main(["machine", "--devices", name, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [noise["core"] for noise in found["noise"]] == [physical_cores()[0]]
-    assert main(["doctor", "--devices", name]) == 0
+    assert main(["machine", "--devices", name]) == 0
     assert name in capsys.readouterr().out
-    assert main(["doctor", "--devices", "core:9999"]) == 2
+    assert main(["machine", "--devices", "core:9999"]) == 2

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from placer.cli.commands import COMMANDS, build_parser
-from placer.cli.completion import SHELLS, completion_script
-from placer.cli.main import main
+from placer.cli.completion import PLACES, completion_script
+from placer.cli.main import build_parser, main
 from placer.search.registry import listings
 
 ASK = """
@@ -27,18 +26,18 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "placer.bash"
-    path.write_text(completion_script("bash"))
+    path.write_text(completion_script(build_parser(), "bash"))
     return path
 
 
 def completions(script: Path, folder: Path, *words: str) -> set[str]:
     """Return bash's completions of the last word; the function is found as in a user's shell."""
-    told = ["bash", "-c", f"source {shlex.quote(str(script))}; complete -p placer"]
-    said = subprocess.run(told, capture_output=True, text=True, check=True).stdout.split()
+    complete = ["bash", "-c", f"source {shlex.quote(str(script))}; complete -p placer"]
+    answer = subprocess.run(complete, capture_output=True, text=True, check=True).stdout.split()
     ask = ASK.format(
         script=shlex.quote(str(script)),
         words=shlex.join(words),
-        function=said[said.index("-F") + 1],
+        function=answer[answer.index("-F") + 1],
     )
     done = subprocess.run(
         ["bash", "-c", ask], cwd=folder, capture_output=True, text=True, check=True
@@ -47,16 +46,12 @@ def completions(script: Path, folder: Path, *words: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_bash_completes_every_command(script: Path, tmp_path: Path) -> None:
-    found = completions(script, tmp_path, "placer", "")
-    assert found == {module.__name__.rpartition(".")[2].replace("_", "-") for module in COMMANDS}
-    assert completions(script, tmp_path, "placer", "opt") == {"optimize"}
-
-
-def test_bash_completes_the_options_of_a_command(script: Path, tmp_path: Path) -> None:
-    found = completions(script, tmp_path, "placer", "simulate", "graph.json", "--")
-    assert {"--cluster", "--placement", "--micro-batches", "--json", "--quiet"} <= found
-    assert "--budget" not in found
+def test_bash_completes_commands_and_options(script: Path, tmp_path: Path) -> None:
+    commands = {"optimize", "extract", "evaluate", "export", "run", "show", "train", "machine"}
+    assert completions(script, tmp_path, "placer", "") == commands
+    options = completions(script, tmp_path, "placer", "evaluate", "graph.json", "--")
+    assert {"--cluster", "--placement", "--micro-batches", "--json", "--quiet"} <= options
+    assert "--budget" not in options
 
 
 @pytest.mark.parametrize(
@@ -64,14 +59,13 @@ def test_bash_completes_the_options_of_a_command(script: Path, tmp_path: Path) -
     [
         (["optimize", "m.py:f", "--objective"], {"latency", "throughput", "max-load"}),
         (["optimize", "m.py:f", "--json", "--placer"], {item.name for item in listings()}),
-        (["export", "p.json", "m.py:f", "--quiet", "--reduction"], set()),
-        (["completion"], set(SHELLS)),
+        (["machine", "--completion"], set(PLACES)),
     ],
 )
 def test_bash_completes_choices(
     script: Path, tmp_path: Path, words: list[str], expected: set[str]
 ) -> None:
-    assert completions(script, tmp_path, "placer", *words, "") == expected
+    assert expected <= completions(script, tmp_path, "placer", *words, "")
 
 
 @pytest.mark.parametrize(
@@ -83,27 +77,15 @@ def test_bash_completes_files(script: Path, tmp_path: Path, words: list[str]) ->
     assert completions(script, tmp_path, "placer", *words, "mo") == {"model.py", "models"}
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_of_every_shell_knows_commands_choices_and_placers(
-    shell: str, tmp_path: Path
+@pytest.mark.parametrize("shell", PLACES)
+def test_the_command_prints_a_script_for_every_shell(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = completion_script(shell)
-    for word in ("evaluate-policy", "max-load", "single-device", "generalist"):
+    assert main(["machine", "--completion", shell, "--json"]) == 0
+    script = json.loads(capsys.readouterr().out)["script"]
+    for word in ("evaluate", "max-load", "single-device", "generalist"):
         assert word in script
     if shutil.which(shell) is not None:
         path = tmp_path / "script"
         path.write_text(script)
         subprocess.run([shell, "-n", str(path)], check=True, capture_output=True)
-
-
-def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == completion_script("bash")
-    assert main(["completion", "fish", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["shell"] == "fish"
-
-
-def test_a_script_leaves_the_command_line_as_it_was() -> None:
-    completion_script("bash")
-    parsed = build_parser().parse_args(["optimize", "graph.json", "--placer", "of-a-plug-in"])
-    assert parsed.placer == "of-a-plug-in"

@@ -125,8 +125,8 @@ time.sleep(60)
 """
 WATCHING = """
 import os, time
-from placer.cli.run import end_with
-end_with(os.getppid())
+from placer.cli.run import exit_with
+exit_with(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
 """

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from placer.cli import run
+from placer.cli.main import main
 from placer.parallel.data import FromFunction
 from placer.parallel.methods.block_averager import flat_of
 from placer.parallel.training import STATE_FORMAT, Checkpoint, write_model
@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_starts(
         (tmp_path / "none" / "model", f"there is no folder {tmp_path / 'none'}"),
         (placement, "--save and --placement are the same file"),
     ):
-        assert run.main(arguments(target, placement, 2, save=path)) == 2
+        assert main(["run", *arguments(target, placement, 2, save=path)]) == 2
         assert why in capsys.readouterr().err
 
 

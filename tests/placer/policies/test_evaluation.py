@@ -109,7 +109,7 @@ def test_the_command_writes_the_card_and_prints_json(
 ) -> None:
     suites = tmp_path / "suites.toml"
     suites.write_text(SUITES)
-    given = ["evaluate-policy", str(trained), "--suite", "tiny", "--suites", str(suites)]
+    given = ["train", "--policy", str(trained), "--evaluate", "tiny", "--suites", str(suites)]
     assert main([*given, "--json", "--seeds", "1"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["policy"] == "tiny"
@@ -130,7 +130,7 @@ def test_scores_are_printed_where_the_card_cannot_be_written(
     monkeypatch.setattr("placer.policies.evaluation.write_into_card", refuse)
     suites = tmp_path / "suites.toml"
     suites.write_text(SUITES)
-    given = ["evaluate-policy", str(trained), "--suite", "tiny", "--suites", str(suites)]
+    given = ["train", "--policy", str(trained), "--evaluate", "tiny", "--suites", str(suites)]
     assert main([*given, "--seeds", "1"]) == 1
     told = capsys.readouterr()
     assert "layered" in told.out
@@ -144,15 +144,15 @@ def test_a_card_that_cannot_be_written_or_is_damaged_is_told_before_the_evaluati
     path = tmp_path / "mine"
     card = {"format": FORMAT, "config": {"ppo": {"log_std": 9}}}
     replace(load("generalist"), card=card).save(path)
-    assert main(["evaluate-policy", str(path)]) == 2
+    assert main(["train", "--evaluate", "families", "--policy", str(path)]) == 2
     assert "log_std is 9" in capsys.readouterr().err
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert main(["evaluate-policy", str(path)]) == 2
+    assert main(["train", "--evaluate", "families", "--policy", str(path)]) == 2
     assert "mine.json cannot be written" in capsys.readouterr().err
 
 
 def test_what_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate-policy", "generalist", "--suite", "familys"]) == 2
+    assert main(["train", "--policy", "generalist", "--evaluate", "familys"]) == 2
     assert "did you mean families" in capsys.readouterr().err
-    assert main(["evaluate-policy", "generalst"]) == 2
+    assert main(["train", "--policy", "generalst", "--evaluate", "families"]) == 2
     assert "generalist" in capsys.readouterr().err

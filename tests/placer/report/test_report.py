@@ -23,9 +23,7 @@ from envs.simulator.critical_path import critical_path
 from graphs.graph import GraphArrays, add_op, new_graph
 from graphs.graph_file import save_graph
 from graphs.synthetic.sketches import transformer
-from placer.cli.commands import build_parser
-from placer.cli.main import main
-from placer.cli.run import build_parser as run_parser
+from placer.cli.main import build_parser, main
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
 from placer.report.html import (
@@ -308,7 +306,7 @@ def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
     made = ["--budget", "300e", "--out", str(out), "--report", str(first)]
     assert main(["optimize", *arguments, *made]) == 0
     assert f"report: {first}" in capsys.readouterr().err
-    assert main(["report", str(out), *arguments, "--out", str(second)]) == 0
+    assert main(["show", str(out), "--html", str(second), "--target", *arguments]) == 0
     one, two = (data_of(path) for path in (first, second))
     assert one["timeline"] == two["timeline"]
     assert one["ops"] == two["ops"]
@@ -366,7 +364,7 @@ def test_the_page_says_how_to_train_with_the_placement(tmp_path: Path) -> None:
     first, *_ = data_of(page)["commands"]
     words = shlex.split(first["command"])
     assert words[:4] == ["torchrun", "--nproc-per-node=1", "-m", "placer.run"]
-    told = run_parser().parse_args(words[4:])
+    told = build_parser().parse_args(["run", *words[4:]])
     assert (told.target, told.placement, told.optimizer) == (f"{model}:build", out, "adam")
     assert main(["optimize", *arguments, "--inference"]) == 0
     assert not any("placer.run" in command["command"] for command in data_of(page)["commands"])
@@ -386,17 +384,16 @@ def test_a_report_that_cannot_be_made_says_why(
     made = ["--budget", "50e", "--out", str(placement)]
     assert main(["optimize", str(graph), "--cluster", str(cluster), *made]) == 0
     capsys.readouterr()
-    out = ["--out", str(tmp_path / "report.html")]
+    out = ["--html", str(tmp_path / "report.html")]
     for words, told in (
         ([], "does not hold its graph"),
-        ([str(graph)], "--cluster"),
-        ([str(graph), "--cluster", str(cluster), "--devices", "core:0"], "not both"),
-        ([str(graph), "--cluster", str(cluster), "--inference"], "extracted already"),
+        (["--target", str(graph)], "--cluster"),
+        (["--target", str(graph), "--cluster", str(cluster), "--inference"], "extracted already"),
     ):
-        assert main(["report", str(placement), *words, *out]) == 2
+        assert main(["show", str(placement), *words, *out]) == 2
         assert told in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-    assert main(["report", str(placement), str(graph), "--out", str(placement)]) == 2
+    assert main(["show", str(placement), "--target", str(graph), "--html", str(placement)]) == 2
     assert "are the same file" in capsys.readouterr().err
 
 
@@ -408,7 +405,7 @@ def test_a_placement_that_cannot_run_has_no_report(
     cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
     out.write_text(json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}}))
     page_file = tmp_path / "report.html"
-    words = [str(out), str(graph), "--cluster", str(cluster), "--out", str(page_file)]
-    assert main(["report", *words]) == 2
+    words = ["--target", str(graph), "--cluster", str(cluster), "--html", str(page_file)]
+    assert main(["show", str(out), *words]) == 1
     assert "no link" in capsys.readouterr().err
     assert not page_file.exists()

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from itertools import permutations, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import placer
 from envs.hardware.cluster import Sharing, cluster_to_toml
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
@@ -158,11 +160,12 @@ def test_the_command_says_how_far_the_solver_was_from_a_proof(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--objective", "throughput", "--micro-batches", "2"], ["--groups", "4"]],
+    "options", [{"objective": "throughput", "micro_batches": 2}, {"groups": 4}]
 )
 def test_what_is_not_proven_of_the_objective_or_of_single_ops_is_not_said_to_be(
-    options: list[str], small: list[str], capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], small: list[str]
 ) -> None:
-    assert main([*small, "--budget", "3000e", "--json", *options]) == 0
-    assert "roven" not in json.loads(capsys.readouterr().out)["verdict"]
+    _, graph, _, cluster, *_ = small
+    search = SearchConfig(placer="exact", budget="3000e", **options)
+    result = placer.optimize(graph, cluster, search=search, progress=False)
+    assert "roven" not in result.verdict

@@ -49,7 +49,7 @@ found.save("placement.json")
 FROM_THE_COMMAND_LINE = """
 from placer.cli.main import main
 
-assert main(["measure", "model.py:build", "--placement", "placement.json", *{given!r}]) == 0
+assert main(["evaluate", "model.py:build", "--placement", "placement.json", *{given!r}]) == 0
 assert main(["show", "placement.json"]) == 0
 """
 WITH_A_SECOND_DEVICE = """

@@ -1,3 +1,5 @@
+"""``placer machine``: the cache; what it says of devices and noise is in tests/envs/hardware."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,9 @@ import pytest
 
 from envs.costs.cache import Conditions, CostCache, Session
 from placer.cli.main import main
-from placer.cli.talk import plain_warnings
+from placer.cli.output import plain_warnings
+
+DAMAGED = b"nothing that could be read" * 99
 
 
 @pytest.fixture
@@ -35,17 +39,17 @@ def filled(folder: Path) -> Path:
 
 def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["cache", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    assert main(["machine", "--cache", "--json"]) == 0
+    listing: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return listing
 
 
 def test_an_empty_cache_is_no_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache"]) == 0
-    told = capsys.readouterr()
-    assert str(folder) in told.out.replace("\n", "")
-    assert "nothing is kept" in told.err
-    assert main(["cache", "--clear"]) == 0
+    assert main(["machine", "--cache"]) == 0
+    printed = capsys.readouterr()
+    assert str(folder) in printed.out.replace("\n", "")
+    assert "the cache is empty" in printed.err
+    assert main(["machine", "--clear-cache"]) == 0
     assert not folder.exists()
 
 
@@ -58,39 +62,34 @@ def test_without_a_home_one_sentence_says_what_to_set(
     monkeypatch.delenv("PLACER_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    for arguments in (["cache"], ["cache", "--clear"]):
+    for option in ("--cache", "--clear-cache"):
         with plain_warnings(), warnings.catch_warnings():
             warnings.simplefilter("once")
-            assert main(arguments) == 0
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert told.err.count("\n") == 1
-        assert "set PLACER_CACHE" in told.err
+            assert main(["machine", option]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert "set PLACER_CACHE" in printed.err
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert listed(capsys)["folder"] is None
 
 
-def test_what_is_kept_is_listed(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = listed(capsys)
-    assert found["folder"] == str(filled)
-    kinds = found["op_times"]["kinds"]
-    assert [(kind["kind"], kind["entries"]) for kind in kinds] == [("core", 2), ("core*2", 1)]
-    assert kinds[0] | {"entries": 2} == {
-        "kind": "core",
-        "hardware": "some host",
-        "torch": "2.13.0",
-        "entries": 2,
-        "sessions": 1,
-        "first": "2026-01-31",
-        "last": "2026-01-31",
-    }
-    (file,) = found["op_times"]["files"]
+def test_measurements_are_listed(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = listed(capsys)
+    assert listing["folder"] == str(filled)
+    kinds = listing["op_times"]["kinds"]
+    assert [(k["conditions"]["kind"], k["signatures"]) for k in kinds] == [
+        ("core", 2),
+        ("core*2", 1),
+    ]
+    assert kinds[0]["first"] == kinds[0]["last"] == "2026-01-31"
+    (file,) = listing["op_times"]["files"]
     assert file["size_bytes"] == (filled / file["file"]).stat().st_size
-    assert [(file["file"], file["size_bytes"]) for file in found["speeds"]] == [
+    assert [(file["file"], file["size_bytes"]) for file in listing["speeds"]] == [
         ("cores-0123.toml", 10)
     ]
-    assert main(["cache"]) == 0
+    assert main(["machine", "--cache"]) == 0
     assert "core*2" in capsys.readouterr().out
 
 
@@ -103,36 +102,35 @@ def test_what_is_kept_is_listed(filled: Path, capsys: pytest.CaptureFixture[str]
         (["speeds"], ["core", "core*2"], 0),
     ],
 )
-def test_what_is_named_is_cleared_and_nothing_else(
+def test_one_part_of_the_cache_is_cleared_and_nothing_else(
     what: list[str],
     kinds: list[str],
     speeds: int,
     filled: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["cache", "--clear", *what]) == 0
-    found = listed(capsys)
-    assert [kind["kind"] for kind in found["op_times"]["kinds"]] == kinds
-    assert len(found["speeds"]) == speeds
+    assert main(["machine", "--clear-cache", *what]) == 0
+    listing = listed(capsys)
+    assert [kind["conditions"]["kind"] for kind in listing["op_times"]["kinds"]] == kinds
+    assert len(listing["speeds"]) == speeds
     assert (filled / "of-somebody-else.txt").exists()
 
 
-def test_a_kind_that_is_not_there_is_bad_usage(
+def test_a_kind_that_is_not_in_the_cache_is_bad_usage(
     filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cache", "--clear", "cuda"]) == 2
+    assert main(["machine", "--clear-cache", "cuda"]) == 2
     assert "'cuda'" in capsys.readouterr().err
     assert (filled / "cores-0123.toml").exists()
 
 
-def test_a_damaged_file_is_told_and_cleared(
+def test_a_damaged_file_is_reported_and_cleared(
     filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = CostCache().path
-    path.write_bytes(b"nothing that could be read" * 99)
-    assert main(["cache"]) == 1
-    assert "--clear" in capsys.readouterr().err
-    assert main(["cache", "--clear"]) == 0
+    CostCache().path.write_bytes(DAMAGED)
+    assert main(["machine", "--cache"]) == 1
+    assert "--clear-cache" in capsys.readouterr().err
+    assert main(["machine", "--clear-cache"]) == 0
     assert [file.name for file in filled.iterdir()] == ["of-somebody-else.txt"]
 
 
@@ -151,15 +149,11 @@ OPEN: list[sqlite3.Connection] = []
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        (link_to_nowhere, "nowhere/costs"),
-        (locked, "locked"),
-    ],
+    ("state", "words"), [(link_to_nowhere, "nowhere/costs"), (locked, "locked")]
 )
-def test_a_cache_that_cannot_be_read_is_told(
+def test_a_cache_that_cannot_be_read_is_reported(
     state: Callable[[Path], None],
-    told: str,
+    words: str,
     filled: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -167,27 +161,19 @@ def test_a_cache_that_cannot_be_read_is_told(
     monkeypatch.setattr("envs.costs.cache.WAIT_S", 0.01)
     state(CostCache().path)
     try:
-        assert main(["cache"]) == 1
+        assert main(["machine", "--cache"]) == 1
     finally:
         while OPEN:
             OPEN.pop().close()
     error = capsys.readouterr().err
-    assert told in error
+    assert words in error
     assert str(CostCache().path) in error
-
-
-def test_a_file_without_a_byte_holds_nothing(
-    filled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    CostCache().path.write_bytes(b"")
-    assert listed(capsys)["op_times"]["kinds"] == []
-    assert CostCache().path.stat().st_size == 0
 
 
 def test_warnings_about_the_cache_are_printed_as_remarks(
     filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    CostCache().path.write_bytes(b"nothing that could be read" * 99)
+    CostCache().path.write_bytes(DAMAGED)
     with warnings.catch_warnings(), plain_warnings():
         warnings.simplefilter("always")
         CostCache().known(Conditions(kind="core", hardware="x", torch="y"), ["a"])

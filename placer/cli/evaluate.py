@@ -1,0 +1,160 @@
+"""``placer evaluate``: the step time of an existing placement, simulated or measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from placer.cli.arguments import (
+    add_devices,
+    add_file,
+    add_model,
+    check_model_options,
+    count,
+    is_graph,
+    output_group,
+    target_file,
+    target_of,
+)
+from placer.cli.errors import JobError, UsageError, usage_errors
+from placer.cli.output import check_outputs, print_result, progress_of, say, writing
+
+if TYPE_CHECKING:
+    from placer.evaluation import Evaluation
+    from placer.job import Job
+
+EPILOG = """\
+examples:
+  placer evaluate graph.json --cluster cluster.toml --placement placement.json
+  placer evaluate model.py:build --placement placement.json
+  placer evaluate hf:gpt2 --placement device_map.json --devices cuda:0,cpu --json
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="simulate or measure the step of a placement or device_map",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="placed model or graph file, as for placer optimize")
+    add_file(
+        parser,
+        "--placement",
+        "placement.json, or device_map as JSON: {module: GPU number or device}",
+        required=True,
+    )
+    parser.add_argument(
+        "--backend",
+        choices=["simulated", "measured"],
+        help="source of the step time [measured; simulated for graph files]",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=count,
+        metavar="M",
+        help="micro-batches per step of a graph file [as placed]",
+    )
+    add_devices(parser.add_argument_group("devices"), "those of the placement", cluster=True)
+    add_model(parser.add_argument_group("model"))
+    add_file(output_group(parser), "--timeline", "Chrome trace of the simulated step to write")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate the placement and print its step time; return 1 if it cannot run."""
+    inputs = {"target": target_file(args.target), "--cluster": args.cluster}
+    check_outputs({"--timeline": args.timeline}, {**inputs, "--placement": args.placement})
+    check_model_options(args, args.target)
+    simulates_graph = is_graph(args.target)
+    if simulates_graph and args.cluster is None:
+        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
+    from placer.evaluation import evaluate_job
+
+    with usage_errors():
+        job: Job = _job(args)
+    backend = args.backend or ("simulated" if simulates_graph else "measured")
+    with progress_of(args) as progress:
+        if simulates_graph:  # reading files is all that can go wrong
+            with usage_errors():
+                evaluation = evaluate_job(job, backend, progress)
+        else:
+            evaluation = evaluate_job(job, backend, progress)
+    print_result(args, evaluation.to_dict, lambda _: _print(evaluation))
+    if evaluation.remark:
+        say(args, evaluation.remark)
+    if args.timeline is not None:
+        _write_timeline(evaluation, args.timeline)
+    if evaluation.measurement is not None and evaluation.measurement.failure:
+        raise JobError(evaluation.measurement.failure)
+    return 0 if evaluation.feasible else 1
+
+
+def _job(args: argparse.Namespace) -> Job:
+    from envs.placement import Placement
+    from placer.job import Constraints, Job, SearchConfig
+    from placer.warm_start import check_here, load_warm_start
+
+    start = load_warm_start(args.placement)
+    if isinstance(start, Placement) and args.micro_batches is not None:
+        start = replace(start, micro_batches=args.micro_batches)
+    if args.devices is None and args.cluster is None:
+        check_here(start)
+    return Job.of(
+        target_of(args),
+        args.cluster or args.devices or ",".join(start.device_names),
+        search=SearchConfig(policy=None, start_from=start),
+        constraints=Constraints(memory=args.memory),
+        extractor=args.extractor,
+    )
+
+
+def _print(evaluation: Evaluation) -> None:
+    from envs.hardware.byte_size import human_bytes
+    from placer.milliseconds import milliseconds
+
+    predicted, measurement = evaluation.predicted, evaluation.measurement
+    if predicted.feasible:
+        print(f"predicted step: {milliseconds(predicted.step_s)} ms")
+    else:
+        print(f"not feasible: {predicted.why}")
+    if predicted.period_s is not None:
+        print(
+            f"{evaluation.placement.micro_batches} micro-batches, "
+            f"{milliseconds(predicted.period_s)} ms for each further one"
+        )
+    elif predicted.why_no_period:
+        print(f"time of a further micro-batch: unknown, {predicted.why_no_period}")
+    if measurement is None:
+        if evaluation.max_load_s is not None:
+            print(f"largest load: {milliseconds(evaluation.max_load_s)} ms")
+        return
+    if measurement.ok:
+        spread = f"median of {len(measurement.wall_s)}, shortest {milliseconds(measurement.min_s)}"
+        spread += f" ms, quartiles {measurement.spread:.0%} apart"
+        if evaluation.contended:
+            spread = f"by the wall clock {milliseconds(measurement.median_s)} ms, {spread}"
+            spread = f"CPU-clock time, since the machine is busy; {spread}"
+        print(f"measured step: {milliseconds(evaluation.step_s)} ms ({spread})")
+    for name, size in measurement.peak_memory_bytes.items():
+        expected = human_bytes(predicted.peak_memory_bytes.get(name, 0))
+        print(f"memory of {name}: {human_bytes(size)} at its peak, {expected} predicted")
+
+
+def _write_timeline(evaluation: Evaluation, path: Path) -> None:
+    """Write the simulated step as Chrome trace, which opens in Perfetto and chrome://tracing."""
+    from envs.simulator import Simulated
+    from envs.simulator.trace import chrome_trace
+    from graphs.files import write_whole
+
+    try:
+        trace = chrome_trace(*Simulated(evaluation.problem).run(evaluation.placement))
+    except ValueError as error:
+        raise JobError(f"{path} is not written: {error}") from error
+    with writing(path):
+        write_whole(path, json.dumps(trace))

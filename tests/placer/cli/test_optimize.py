@@ -1,0 +1,231 @@
+"""``placer optimize`` and what follows it, from the user's view: no lost results."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envs.hardware.cluster import cluster_to_toml
+from envs.placement import Placement
+from graphs.files import write_whole
+from graphs.graph_file import save_graph
+from placer.cli.main import main
+from placer.cli.optimize import duration
+from tests.helpers.simulator_cases import fork, one_kind
+
+Files = Callable[..., tuple[Path, Path]]
+
+NO_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "gymnasium", "stable_baselines3"):
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, NoTorch())
+from placer.cli.main import main
+
+for command in COMMANDS:
+    assert main(command) == 0, command
+"""
+
+
+def test_graph_files_are_placed_without_torch(files: Files, tmp_path: Path) -> None:
+    graph, cluster = map(str, files())
+    out = str(tmp_path / "placement.json")
+    optimize = ["optimize", graph, "--cluster", cluster, "--budget", "60e"]
+    again = ["--start-from", out, "--out", str(tmp_path / "again.json")]
+    replicas = ["--data-parallel", "auto", "--out", str(tmp_path / "replicas.json")]
+    commands = [
+        [*optimize, "--out", out, "--report", str(tmp_path / "report.html")],
+        [*optimize, *again],
+        [*optimize, *replicas],
+        ["evaluate", graph, "--cluster", cluster, "--placement", out],
+    ]
+    code = NO_TORCH.replace("COMMANDS", repr(commands))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_lists_its_public_names_before_they_are_used() -> None:
+    code = (
+        "import placer, sys; print(dir(placer) == sorted(placer.__all__), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_graph_is_optimized_evaluated_and_shown(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    out, timeline = tmp_path / "placement.json", tmp_path / "timeline.json"
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "300e"]
+    assert main([*arguments, "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] is None
+    assert found["step_s"] >= found["lower_bound_s"] > 0
+
+    placed = [str(graph), "--cluster", str(cluster), "--placement", str(out)]
+    assert main(["evaluate", *placed, "--json", "--timeline", str(timeline)]) == 0
+    text = capsys.readouterr().out
+    again = json.loads(text)
+    assert again["step_s"] == pytest.approx(found["step_s"], rel=0, abs=1e-15)
+    assert again["feasible"] is True
+    assert again["critical_path"][0]["start_s"] == 0
+    assert again["critical_path"][-1]["end_s"] == again["step_s"]
+    assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} >= {"X"}
+    assert main(["simulate", *placed, "--json"]) == 0  # as other programs call it
+    assert capsys.readouterr().out == text
+
+    assert main(["evaluate", *placed, "--micro-batches", "4", "--json"]) == 0
+    four = json.loads(capsys.readouterr().out)
+    assert (again["micro_batches"], four["micro_batches"]) == (1, 4)
+    assert again["period_s"] is None
+    assert 0 < four["period_s"] <= again["step_s"]
+    assert main(["evaluate", *placed, "--micro-batches", "4"]) == 0
+    assert "4 micro-batches" in capsys.readouterr().out
+
+    assert main(["show", str(out)]) == 0
+    assert "predicted step" in capsys.readouterr().out
+    op_id = next(iter(json.loads(out.read_text())["devices"]))
+    assert main(["show", str(out), op_id]) == 0
+    assert capsys.readouterr().out.strip() in ("a", "b")
+
+
+def test_a_placement_that_cannot_run_is_reported_and_has_no_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster, out = (tmp_path / name for name in ("g.json", "c.toml", "p.json"))
+    save_graph(fork(1), graph)
+    cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
+    out.write_text(json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}}))
+    timeline = tmp_path / "timeline.json"
+    arguments = ["evaluate", str(graph), "--cluster", str(cluster), "--placement", str(out)]
+    assert main([*arguments, "--json"]) == 1
+    assert "no link joins these devices" in json.loads(capsys.readouterr().out)["why"]
+    assert main([*arguments, "--timeline", str(timeline)]) == 1
+    printed = capsys.readouterr()
+    assert "no link joins these devices" in printed.out
+    assert f"placer: {timeline} is not written" in printed.err
+    assert not timeline.exists()
+
+
+def test_a_graph_that_cannot_be_placed_has_no_placement_file(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files(memory_bytes=10)
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
+    assert main([*arguments, "--out", str(tmp_path / "placement.json")]) == 1
+    assert "fits nowhere" in capsys.readouterr().err
+    assert not (tmp_path / "placement.json").exists()
+
+
+def optimize(files: Files, out: Path, *more: str) -> int:
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
+    return main([*arguments, "--out", str(out), *more])
+
+
+def full(path: Path, _content: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_report_that_cannot_be_written_costs_nothing_else(
+    files: Files,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, report = tmp_path / "p.json", tmp_path / "r.html"
+    with monkeypatch.context() as patch:
+        patch.setattr("graphs.files.write_whole", full)
+        assert optimize(files, out, "--report", str(report)) == 1
+    printed = capsys.readouterr()
+    assert f"{report} cannot be written: no space left on device; the placement is in {out}" in (
+        printed.err
+    )
+    assert "Best:" in printed.out
+    assert out.exists()
+    assert not report.exists()
+
+
+def test_a_full_disk_is_reported_before_the_search(
+    files: Files,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_space(_file: int, _from: int, size: int) -> None:
+        assert size >= 4096
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("os.posix_fallocate", no_space)
+    monkeypatch.setattr("placer.api.optimize_job", lambda *_: pytest.fail("it searched"))
+    assert optimize(files, tmp_path / "p.json") == 1
+    assert "p.json cannot be written: no space left on device" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_placement_is_not_lost_when_the_disk_fills_meanwhile(
+    everywhere: bool,
+    files: Files,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, others = tmp_path / "p.json", tmp_path / "others"
+    others.mkdir()
+
+    def write(path: Path, content: str) -> None:
+        (full if everywhere or path == out else write_whole)(path, content)
+
+    monkeypatch.setattr(f"{Placement.save.__module__}.write_whole", write)
+    monkeypatch.setattr("tempfile.tempdir", str(others))
+    assert optimize(files, out, "--quiet") == 1
+    printed = capsys.readouterr()
+    assert f"{out} cannot be written: no space left on device; the placement is " in printed.err
+    if everywhere:
+        kept = json.loads(printed.out.splitlines()[0])
+        assert "on standard output" in printed.err
+    else:
+        [other] = others.iterdir()
+        assert str(other) in printed.err
+        kept = json.loads(other.read_text())
+    assert Placement.from_dict(kept).made_by.budget == "50e"
+    assert not out.exists()
+
+
+def test_ctrl_c_while_results_are_written_loses_nothing(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path, content: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write_whole(path, content)
+
+    out, report = tmp_path / "p.json", tmp_path / "r.html"
+    monkeypatch.setattr(f"{Placement.save.__module__}.write_whole", interrupted)
+    monkeypatch.setattr("graphs.files.write_whole", interrupted)
+    assert optimize(files, out, "--report", str(report)) == 0
+    assert out.exists()
+    assert report.exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.3, "0.3 s"), (59.44, "59.4 s"), (300.0, "5 min"), (86400.0, "24 h")]
+)
+def test_a_duration_has_a_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,240 @@
+"""Arguments that the command line refuses: one sentence, exit code 2, before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from placer.cli.main import main
+from tests.helpers.tiny_cluster import CLUSTER
+
+Files = Callable[..., tuple[Path, Path]]
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss
+
+def no_loss():
+    return nn.Linear(4, 4), torch.randn(2, 4)
+
+def nonsense():
+    return 7
+
+def broken():
+    raise RuntimeError("no such data set")
+
+def leaves():
+    raise SystemExit(3)
+"""
+
+NET = """
+raise RuntimeError("only read, not run")
+
+def tower(width):
+    return width
+
+def _hidden():
+    return 1
+
+def main():
+    print(build())
+
+def build(seed=0):
+    return tower(7), seed
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "words"),
+    [
+        ("{dir}/modle.py:build", 2, ["no file", "did you mean", "model.py"]),
+        ("{dir}/model.py:biuld", 2, ["no function 'biuld'", "did you mean build?"]),
+        ("model", 2, ["path/to/model.py:function"]),
+        ("{dir}/net.py", 2, ["says no function", "did you mean {dir}/net.py:build?"]),
+        ("{dir}/model.py:nonsense", 2, ["must return (model, inputs)", "int"]),
+        ("{dir}/model.py:broken", 2, ["no such data set"]),
+        ("{dir}/model.py:leaves", 2, ["model.py:leaves called sys.exit(3)"]),
+        ("{dir}/script.py:build", 2, ["script.py called sys.exit()", "__main__"]),
+        ("{dir}/model.py:no_loss", 1, ["scalar loss", "(2, 4)"]),
+    ],
+)
+def test_bad_targets_get_a_sentence(
+    target: str, code: int, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
+    (tmp_path / "net.py").write_text(NET)
+    arguments = ["optimize", target.format(dir=tmp_path), "--out", str(tmp_path / "p.json")]
+    assert main([*arguments, "--devices", "core:0"]) == code
+    error = capsys.readouterr().err
+    for word in words:
+        assert word.format(dir=tmp_path) in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "p.json").exists()
+
+
+def elsewhere(folder: Path, *names: str) -> str:
+    """Write a cluster file with two devices of these names."""
+    text = CLUSTER.format(memory=1)
+    for old, new in zip("ab", names, strict=True):
+        text = text.replace(f'"{old}"', f'"{new}"')
+    (folder / "cluster.toml").write_text(text)
+    return str(folder / "cluster.toml")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--devices", "core:999"], ["core:999", "may run on cores"]),
+        (["--devices", "cuda:0"], ["cuda:0"]),
+        (["--devices", "core:0", "--cluster", "c.toml"], ["give --devices"]),
+        (["--memory", "core:0=1GB", "--cluster", "c.toml"], ["a cluster file has devices"]),
+        (["--budget", "fast"], ["fast", "20s"]),
+        (["--cluster", "no.toml"], ["there is no file no.toml"]),
+        (["--report", "never/loaded.html"], ["no folder"]),
+        (["--policy", "generalissimo"], ["generalissimo", "generalist"]),
+        (["--pin", "x=a", "--pin", "x=b"], ["is given with a and with b"]),
+        (["--inference", "--optimizer", "sgd"], ["has no gradients for"]),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(
+    more: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["optimize", "never/loaded.py:build", "--out", str(tmp_path / "p.json"), *more]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+    assert "never/loaded.py:build" not in error
+    assert "Errno" not in error
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(("gpu9", "core:0"), "no device 'gpu9'"), (("core:0", "core:0-0"), "overlap in core 0")],
+)
+def test_a_model_cannot_be_placed_on_devices_that_are_not_here(
+    names: tuple[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = elsewhere(tmp_path, *names)
+    arguments = ["optimize", "never/loaded.py:build", "--cluster", cluster]
+    assert main([*arguments, "--out", str(tmp_path / "p.json")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert cluster in error
+    assert "never/loaded" not in error
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("optimize {graph} --cluster {cluster} --inference", "--inference can only be given"),
+        ("optimize {graph} --cluster {cluster} --no-measure", "--no-measure can only be given"),
+        ("optimize {graph} --cluster {cluster} --extractor export", "--extractor can only"),
+        ("optimize {graph} --cluster {cluster} --dtype bf16", "--dtype can only be given"),
+        ("optimize {graph}", "give --cluster"),
+        ("optimize {graph} --cluster {cluster} --out {graph}", "are the same file"),
+        ("optimize {graph} --cluster {cluster} --pin op3=c", "pinned to 'c'"),
+        ("optimize {graph} --cluster {cluster} --pin nothing=a", "'nothing' matches no op"),
+        ("optimize {graph} --cluster {cluster} --keep-together nothing", "'nothing' matches no"),
+        ("optimize {graph} --cluster {cluster} --pin *=a --pin ?*=b", "overlap"),
+        ("extract {graph} --summary --costs measured", "extracted already"),
+        ("extract {graph} --summary --optimizer sgd", "--optimizer can only be given for"),
+        ("extract {graph}", "give --out graph.json, --summary or --json"),
+        ("extract {graph}.json --summary", "no file"),
+        ("extract x.py:f --summary --costs none --devices core:0", "--costs none contradicts"),
+        ("extract x.py:f --summary --cluster {cluster}", "peak_flop_per_s = "),
+        ("evaluate {graph} --placement p.json", "give --cluster"),
+        ("evaluate {graph} --cluster {cluster} --placement p.json --backend measured", "p.json"),
+        ("export p.json {graph} --format pipeline", "a graph file has no modules"),
+        ("run x.py:f --placement p.json --steps 1 --inference --resume", "are for training"),
+        ("show p.json --target {graph}", "give --html"),
+        ("train", "give --out"),
+        ("train --out x --policy generalist", "--policy needs --evaluate"),
+        ("train --evaluate families", "takes --policy NAME"),
+        ("train --out x --target m.py:f", "--target needs --backend measured"),
+        ("train --out x --workers 2 --ray", "--workers or --ray"),
+    ],
+)
+def test_options_that_contradict_each_other_are_bad_usage(
+    command: str, words: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    before = graph.read_bytes()
+    filled = [word.format(graph=graph, cluster=cluster) for word in command.split()]
+    out = tmp_path / "placement.json"
+    filled += ["--out", str(out)] if filled[0] == "optimize" and "--out" not in filled else []
+    assert main(filled) == 2
+    assert words in capsys.readouterr().err
+    assert graph.read_bytes() == before
+    assert not out.exists()
+
+
+def test_a_file_that_is_missing_is_named_with_its_neighbour(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    monkeypatch.chdir(graph.parent)
+    meant = "; did you mean graph.json?"
+    for arguments, text in (
+        (["show", "grph.json"], f"there is no file grph.json{meant}"),
+        (["show", "."], ".: is a directory"),
+        (["optimize", "grph.json", "--cluster", cluster.name], f"no file grph.json{meant}"),
+        (["optimize", "none.py:build"], "there is no file none.py"),
+        (["optimize", "none.onnx?batch=2", "--inference"], "there is no file none.onnx"),
+        (
+            ["optimize", graph.name, "--cluster", "clutser.toml"],
+            "no file clutser.toml; did you mean cluster.toml?",
+        ),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert text in error
+        assert "Errno" not in error
+        assert "Estimated duration" not in error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "the file lacks format, devices"),
+        (
+            '{"format": "placer-placement/1", "devices": {"a": "x"}, "predicted": {"step_s": "1"}}',
+            "predicted.step_s is '1', not a number",
+        ),
+        ('{"format": "placer-placement/1", "devices": {}}', "at least one op"),
+    ],
+)
+def test_a_file_that_is_no_placement_is_not_shown(
+    content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(content)
+    assert main(["show", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert f"{path}: " in printed.err
+    assert words in printed.err
+    assert printed.out == ""
+
+
+def test_a_placement_of_another_graph_is_refused(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    out = tmp_path / "placement.json"
+    arguments = [str(graph), "--cluster", str(cluster)]
+    assert main(["optimize", *arguments, "--budget", "50e", "--out", str(out)]) == 0
+    placement = json.loads(out.read_text())
+    out.write_text(json.dumps(placement | {"graph": "0" * 64}))
+    capsys.readouterr()
+    assert main(["evaluate", *arguments, "--placement", str(out)]) == 2
+    assert "made for graph 000000000000" in capsys.readouterr().err
+    assert main(["show", str(out), "no.such.module"]) == 2
+    assert "no.such.module" in capsys.readouterr().err
