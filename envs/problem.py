@@ -165,7 +165,7 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[Bools, Longs]:
         allowed[members] = allowed[members].all(axis=0)
     stuck = np.flatnonzero(~allowed.any(axis=1))
     if len(stuck):
-        raise ValueError(_why_stuck(graph, cluster, int(stuck[0]), len(stuck)))
+        raise ValueError(_unplaceable(graph, cluster, int(stuck[0]), len(stuck)))
     cost_ns[~allowed] = 0
     too_long = np.argwhere(cost_ns >= LONGEST_S * 1e9)
     if len(too_long):
@@ -179,7 +179,8 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[Bools, Longs]:
     return allowed, cost_ns
 
 
-def _why_stuck(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> str:
+def _unplaceable(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> str:
+    """Return the reason that an op can run on no device."""
     known = [k for k, costs in graph.cost_s.items() if not np.isnan(costs[op])]
     kinds = sorted({device.kind for device in cluster.devices})
     limits = graph.allowed[op]
@@ -214,13 +215,13 @@ class _Links:
         ports = [{index[n]: link.port_of(n) for n in link.between} for link in cluster.links]
         first = np.full((len(cluster), len(cluster)), -1)  # the link of each pair
         for number in reversed(range(len(cluster.links))):
-            link, own = cluster.links[number], np.array(list(ports[number]))
+            link, ends = cluster.links[number], np.array(list(ports[number]))
             if link.one_way:
-                first[own[0], own[1]] = number
+                first[ends[0], ends[1]] = number
                 continue
             _, port = np.unique(list(ports[number].values()), return_inverse=True)
             apart = port[:, None] != port[None]
-            first[np.ix_(own, own)] = np.where(apart, number, first[np.ix_(own, own)])
+            first[np.ix_(ends, ends)] = np.where(apart, number, first[np.ix_(ends, ends)])
         for s, d in np.argwhere(first >= 0).tolist():
             number = int(first[s, d])
             links._join(cluster.links[number], number, s, d, ports[number])
@@ -270,31 +271,23 @@ def held_bytes_of(graph: GraphArrays) -> Longs:
 def device_rows(problem: Problem, devices: ArrayLike) -> Ints:
     """Return placements (B, N), or one (N,), as a contiguous, writable int32 array (B, N).
 
-    Copies only if necessary.
-
-    Raises:
-        ValueError: wrong shape, values that are not integers, or a device that does not exist.
+    Copies only if necessary. Raises ValueError for a wrong shape, values that are not integers, or
+    a device that does not exist.
     """
-    given, count = np.asarray(devices), problem.op_count
-    if given.ndim > 2 or given.shape[-1:] != (count,):
-        raise ValueError(f"devices {given.shape} must be (B, {count}) or ({count},)")
-    if given.dtype.kind not in "iu":
-        raise ValueError(f"devices are of type {given.dtype}, not whole numbers")
-    if given.size and not 0 <= given.min() <= given.max() < problem.device_count:
-        wrong = given[(given < 0) | (given >= problem.device_count)][0]
+    array = _rows(problem, devices, "devices")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"devices are of type {array.dtype}, not whole numbers")
+    if array.size and not 0 <= array.min() <= array.max() < problem.device_count:
+        wrong = array[(array < 0) | (array >= problem.device_count)][0]
         raise ValueError(
             f"device {wrong} does not exist, {problem.cluster.name!r} has "
             f"{problem.device_count}: 0 to {problem.device_count - 1}"
         )
-    return np.require(given, np.int32, ["C", "W"]).reshape(-1, count)
+    return np.require(array, np.int32, ["C", "W"])
 
 
 def device_row(problem: Problem, devices: ArrayLike) -> Ints:
-    """Return one placement, (N,) or (1, N), as (N,).
-
-    Raises:
-        ValueError: as for :func:`device_rows`, or there is not exactly one placement.
-    """
+    """Return one placement, (N,) or (1, N), as (N,)."""
     rows = device_rows(problem, devices)
     if len(rows) != 1:
         raise ValueError(f"this takes one placement, not {len(rows)}")
@@ -302,19 +295,20 @@ def device_row(problem: Problem, devices: ArrayLike) -> Ints:
 
 
 def priority_rows(problem: Problem, priority: ArrayLike) -> Floats:
-    """Return priorities (B, N) or (N,) as (B, N), like :func:`device_rows`.
-
-    Raises:
-        ValueError: wrong shape, values that are not real numbers, or a number that is not finite.
-    """
-    given, count = np.asarray(priority), problem.op_count
-    if given.ndim > 2 or given.shape[-1:] != (count,):
-        raise ValueError(f"priority {given.shape} must be (B, {count}) or ({count},)")
-    if given.dtype.kind not in "iuf":
-        raise ValueError(f"priorities are of type {given.dtype}, not numbers")
-    if not np.isfinite(given).all():
+    """Return finite priorities (B, N) or (N,) as (B, N), like :func:`device_rows`."""
+    array = _rows(problem, priority, "priority")
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"priorities are of type {array.dtype}, not numbers")
+    if not np.isfinite(array).all():
         raise ValueError("a priority is not a finite number")
-    return np.require(given, np.float64, ["C", "W"]).reshape(-1, count)
+    return np.require(array, np.float64, ["C", "W"])
+
+
+def _rows(problem: Problem, values: ArrayLike, name: str) -> NDArray[Any]:
+    array, count = np.asarray(values), problem.op_count
+    if array.ndim > 2 or array.shape[-1:] != (count,):
+        raise ValueError(f"{name} {array.shape} must be (B, {count}) or ({count},)")
+    return array.reshape(-1, count)
 
 
 def toy_problem() -> Problem:

@@ -176,9 +176,8 @@ class Sent:
 
 
 def _inputs(problem: Problem, i: int) -> list[int]:
-    graph = problem.graph
-    first, end = graph.predecessor_start[i], graph.predecessor_start[i + 1]
-    inputs: list[int] = graph.predecessors[first:end].tolist()
+    first, end = problem.graph.predecessor_start[i : i + 2]
+    inputs: list[int] = problem.graph.predecessors[first:end].tolist()
     return inputs
 
 
@@ -212,57 +211,44 @@ def idle_times(problem: Problem, schedule: Schedule) -> list[Idle]:
     if schedule.step_ns == INFEASIBLE_NS:
         return []
     sent = Sent(problem, schedule)
-    found: list[Idle] = []
     free_ns = [0] * problem.device_count
-    by_device: list[list[Idle]] = [[] for _ in free_ns]
+    gaps: list[list[Idle]] = [[] for _ in free_ns]  # by device
     for i in np.lexsort((schedule.end_ns, schedule.start_ns)).tolist():
         d, start_ns = int(schedule.devices[i]), int(schedule.start_ns[i])
         if start_ns > free_ns[d]:
-            by_device[d] += _gap(schedule, sent, i, free_ns[d])
+            gaps[d] += _gap(schedule, sent, i, free_ns[d])
         free_ns[d] = int(schedule.end_ns[i])
-    for d, own in enumerate(by_device):
-        found += own
-        if free_ns[d] < schedule.step_ns:
-            found.append(
-                Idle(
-                    device=d,
-                    start_ns=free_ns[d],
-                    end_ns=schedule.step_ns,
-                    waiting="nothing left",
-                )
-            )
-    return found
+    for d, start_ns in enumerate(free_ns):
+        if start_ns < schedule.step_ns:
+            end_ns = schedule.step_ns
+            gaps[d].append(Idle(device=d, start_ns=start_ns, end_ns=end_ns, waiting="nothing left"))
+    return [idle for of_device in gaps for idle in of_device]
 
 
 def _gap(schedule: Schedule, sent: Sent, reader: int, begin_ns: int) -> list[Idle]:
     """Split the gap before an op that started when a transfer ended, by what it waited for."""
     while schedule.devices[schedule.cause[reader]] == schedule.devices[reader]:
         reader = int(schedule.cause[reader])  # skip ops that took no time
-    found: list[Idle] = []
-    for part in sent.stretches(int(schedule.cause[reader]), reader):
-        if not found and part.start_ns > begin_ns:
-            found.append(_idle(schedule, reader, "producer", begin_ns, part.start_ns))
-        if part.end_ns > begin_ns:
-            waiting: Waiting = "transfer" if part.kind == "transfer" else "link busy"
-            start_ns = max(begin_ns, part.start_ns)
-            found.append(_idle(schedule, reader, waiting, start_ns, part.end_ns, part.holder))
-    return [idle for idle in found if idle.end_ns > idle.start_ns]
-
-
-def _idle(
-    schedule: Schedule,
-    reader: int,
-    waiting: Waiting,
-    start_ns: int,
-    end_ns: int,
-    holder: Holder | None = None,
-) -> Idle:
-    return Idle(
-        device=int(schedule.devices[reader]),
-        start_ns=start_ns,
-        end_ns=end_ns,
-        waiting=waiting,
-        producer=int(schedule.cause[reader]),
-        reader=reader,
-        holder=holder,
-    )
+    producer = int(schedule.cause[reader])
+    parts: list[tuple[Waiting, int, Holder | None]] = []  # reason, end, holder
+    for part in sent.stretches(producer, reader):
+        if not parts:
+            parts.append(("producer", part.start_ns, None))
+        waiting: Waiting = "transfer" if part.kind == "transfer" else "link busy"
+        parts.append((waiting, part.end_ns, part.holder))
+    gap: list[Idle] = []
+    for waiting, end_ns, holder in parts:
+        if end_ns > begin_ns:
+            gap.append(
+                Idle(
+                    device=int(schedule.devices[reader]),
+                    start_ns=begin_ns,
+                    end_ns=end_ns,
+                    waiting=waiting,
+                    producer=producer,
+                    reader=reader,
+                    holder=holder,
+                )
+            )
+            begin_ns = end_ns
+    return gap

@@ -112,9 +112,6 @@ def max_load_ns(problem: Problem, devices: Ints) -> Longs:
     """Return the largest loads (B,) of placements (B, N), or (1,) for one placement (N,).
 
     ``INFEASIBLE_NS`` if an op is on a forbidden device, an edge has no link, or memory is exceeded.
-
-    Raises:
-        ValueError: wrong shape, values that are not integers, or a device that does not exist.
     """
     rows = device_rows(problem, devices)
     answer = np.empty(len(rows), np.int64)
@@ -124,30 +121,18 @@ def max_load_ns(problem: Problem, devices: Ints) -> Longs:
 
 
 def loads_ns(problem: Problem, devices: Ints) -> Longs:
-    """Return the loads (D,) of one placement (N,); edges without a link count as 0.
-
-    Raises:
-        ValueError: as for :func:`max_load_ns`.
-    """
+    """Return the loads (D,) of one placement (N,); edges without a link count as 0."""
     return _counted(problem, device_row(problem, devices)).load_ns
 
 
 def overload_reason(problem: Problem, devices: Ints) -> str:
-    """Return why a placement (N,) is infeasible, or "" if it is feasible.
-
-    Raises:
-        ValueError: as for :func:`max_load_ns`.
-    """
+    """Return why a placement (N,) is infeasible, or "" if it is feasible."""
     row = device_row(problem, devices)
     return blocked_reason(problem, row) or overfull_reason(problem, row, used_bytes(problem, row))
 
 
 def used_bytes(problem: Problem, devices: Ints) -> Longs:
-    """Return the memory (D,) that a placement (N,) needs on each device under this objective.
-
-    Raises:
-        ValueError: as for :func:`max_load_ns`.
-    """
+    """Return the memory (D,) that a placement (N,) needs on each device under this objective."""
     return _counted(problem, device_row(problem, devices)).used_bytes
 
 

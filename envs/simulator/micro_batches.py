@@ -58,12 +58,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, base: Problem, micro_batches: int, *, in_flight: int | None = None) -> Pipeline:
-        """Copy a problem; by default at most one micro-batch per device is in flight.
-
-        Raises:
-            ValueError: a count is out of range, or the optimizer feeds the forward or backward
-                pass.
-        """
+        """Copy a problem; by default at most one micro-batch per device is in flight."""
         check_micro_batches(micro_batches, in_flight)
         limit = base.device_count if in_flight is None else in_flight
         size = micro_batches * max(base.op_count, base.graph.edge_count)
@@ -92,20 +87,12 @@ class Pipeline:
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the devices of all copies, (M,) or (B, M), from those of the ops, (N,) or (B, N).
-
-        Raises:
-            ValueError: wrong shape.
-        """
+        """Return the devices of all copies, (..., M), from those of the ops, (N,) or (B, N)."""
         self._check(devices.shape, "devices")
         return devices[..., self.origin]
 
     def priority(self, priority: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the priorities of all copies, (M,) or (B, M), in 1F1B order, then by ``priority``.
-
-        Raises:
-            ValueError: ``priority`` is not (N,) or (B, N).
-        """
+        """Return priorities of all copies, (..., M): 1F1B order, then ``priority`` of the ops."""
         self._check(priority.shape, "priority")
         count = self.base.op_count
         rank = np.empty(priority.shape, np.int64)
@@ -188,7 +175,7 @@ class _Copies:
         return GraphArrays(**columns)
 
     def _column(self, name: str, values: Any) -> Any:
-        # Gates get 0 in the int64 and float64 columns.
+        """Return one column of the copies; gates get 0 in the int64 and float64 columns."""
         if isinstance(values, str):
             return values
         if isinstance(values, tuple):
@@ -211,7 +198,7 @@ class _Copies:
         )
 
     def _groups(self) -> NDArray[np.int32]:
-        # Groups stay as they are; the copies of each op without a group form one more.
+        """Return the groups: the copies of each op without a group form one more."""
         group = self.base.graph.group.copy()
         alone = np.flatnonzero(group < 0)
         group[alone] = group.max(initial=-1) + 1 + np.arange(len(alone))
@@ -242,23 +229,23 @@ class _Copies:
         return source.astype(np.int32), target.astype(np.int32), size.astype(np.int64)
 
     def _topological(self) -> NDArray[np.int32]:
-        # Micro-batch by micro-batch, each after its gate; the optimizer last.
+        """Return an order: micro-batch by micro-batch, each after its gate; the optimizer last."""
         position = np.empty(self.base.op_count, np.int64)
         position[self.base.graph.topological] = np.arange(self.base.op_count)
-        own = np.where(self.is_gate, -1, position[self.origin])
-        last = np.where(self.once[self.origin], self.count, self.batch)
-        return np.lexsort((own, last)).astype(np.int32)
+        within_batch = np.where(self.is_gate, -1, position[self.origin])
+        batch = np.where(self.once[self.origin], self.count, self.batch)
+        return np.lexsort((within_batch, batch)).astype(np.int32)
 
 
 def _accumulates(graph: GraphArrays, source: NDArray[np.int64]) -> NDArray[np.bool_]:
-    # An op produces a gradient of parameters if no other forward or backward op reads it.
+    """Return which backward ops make gradients of parameters: only the optimizer reads them."""
     read = np.zeros(len(graph), np.bool_)
     read[source[graph.phase[graph.successors] != OPTIMIZER]] = True
     return np.asarray((graph.phase == BACKWARD) & ~read)
 
 
 def _last_backward(base: Problem) -> int:
-    # The backward op with the longest cost path to its end; -1 if there is none.
+    """Return the backward op with the longest cost path to its end; -1 if there is none."""
     graph = base.graph
     cost = base.cheapest_ns().astype(np.float64)
     head, _ = levels(

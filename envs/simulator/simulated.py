@@ -235,9 +235,6 @@ class Simulated:
         """Return the result of a placement and its schedule.
 
         A known ``schedule``, of a placement without micro-batches, is not simulated again.
-
-        Raises:
-            ValueError: as for :meth:`run`.
         """
         problem = self.problem
         if schedule is None:

@@ -85,8 +85,8 @@ def _title(problem: Problem, way: _Way) -> str:
     into = np.argwhere(problem.second_queue == way[0]).tolist()
     sources, destinations = ({pair[end] for pair in out + into} for end in (0, 1))
     if out and into:  # one port for both directions
-        own = {source for source, _ in out}
-        return f"{_listed(problem, own)} ↔ {_listed(problem, (sources | destinations) - own)}"
+        port = {source for source, _ in out}
+        return f"{_listed(problem, port)} ↔ {_listed(problem, (sources | destinations) - port)}"
     if sources & destinations:
         ends = sources | destinations
         both = " ↔ ".join(problem.cluster.names[d] for d in sorted(ends))
@@ -149,14 +149,11 @@ Event = dict[str, Any]
 
 
 def chrome_trace(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Return the trace as the content of a JSON file.
-
-    Raises:
-        ValueError: the placement cannot run at all, so there is nothing to show.
-    """
+    """Return the trace as the content of a JSON file."""
     if schedule.step_ns == INFEASIBLE_NS:
         raise ValueError(f"there is no timeline of a placement that cannot run: {schedule.why}")
-    events = [_name_process(DEVICES, "devices"), _name_process(LINKS, "links")]
+    processes = ((DEVICES, "devices"), (LINKS, "links"))
+    events = [_name(number, 0, name, "process_name") for number, name in processes]
     events += [_name(DEVICES, d, name) for d, name in enumerate(problem.cluster.names)]
     events += _ops(problem, schedule)
     events += _transfers(problem, schedule)
@@ -231,13 +228,5 @@ def _span(
     }
 
 
-def _name(process: int, track: int, name: str) -> Event:
-    return _meta("thread_name", process, track, name)
-
-
-def _name_process(process: int, name: str) -> Event:
-    return _meta("process_name", process, 0, name)
-
-
-def _meta(kind: str, process: int, track: int, name: str) -> Event:
+def _name(process: int, track: int, name: str, kind: str = "thread_name") -> Event:
     return {"ph": "M", "pid": process, "tid": track, "name": kind, "args": {"name": name}}

@@ -133,12 +133,6 @@ def test_where_a_module_is_is_told_by_device_and_phase() -> None:
     assert placement.device_of("(model)") == "y"
 
 
-def test_arrays_are_those_it_was_made_of() -> None:
-    devices, priority = place(GRAPH, CLUSTER, [0, 1, 1, 0, 1]).arrays()
-    assert devices.tolist() == [0, 1, 1, 0, 1]
-    assert priority.tolist() == [5, 4, 3, 2, 1]
-
-
 def test_device_of_an_op_and_of_a_module() -> None:
     placement = place(GRAPH, CLUSTER, [0, 1, 1, 1, 0])
     assert placement.device_of("stem.bn@1:batch_norm#2") == "core:1"
@@ -164,10 +158,6 @@ def test_unknown_module_is_refused_with_the_nearest_name() -> None:
 )
 def test_module_of_an_op_is_in_its_id(op_id: str, module: str) -> None:
     assert module_of(op_id) == module
-
-
-def test_placement_fits_the_graph_and_cluster_it_was_made_for() -> None:
-    place(GRAPH, CLUSTER, [0, 1, 0, 1, 0]).check(GRAPH, CLUSTER)
 
 
 def test_placement_of_another_graph_is_refused() -> None:
@@ -208,11 +198,6 @@ def test_aligned_placement_means_the_same_in_the_graphs_order(
     assert aligned == original
 
 
-def test_aligned_placement_may_leave_devices_unused() -> None:
-    read = Placement.from_dict({"format": FORMAT, "devices": dict.fromkeys(IDS, "core:1")})
-    assert read.aligned(GRAPH, CLUSTER).devices == (1,) * 5
-
-
 def test_aligned_refuses_missing_and_surplus_ops_and_unknown_devices() -> None:
     whole = dict.fromkeys(IDS, "core:1")
 
@@ -225,13 +210,6 @@ def test_aligned_refuses_missing_and_surplus_ops_and_unknown_devices() -> None:
         align({"x": "core:1", "y": "core:1"} | whole)
     with pytest.raises(ValueError, match="'test' has no device 'core:7'"):
         align(whole | {IDS[3]: "core:7"})
-
-
-def test_aligned_placement_is_checked() -> None:
-    tied = chain(colocate="tied")
-    devices = dict.fromkeys(IDS, "core:1") | {IDS[4]: "core:0"}
-    with pytest.raises(ValueError, match="share state and must be on one device"):
-        Placement.from_dict({"format": FORMAT, "devices": devices}).aligned(tied, CLUSTER)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,7 @@ EXPRESS_DEVICES: Final = 64
 
 
 def arrays_of(problem: Problem) -> ProblemArrays:
-    """Return the arrays of a problem.
-
-    Raises:
-        ValueError: there are too many edges to number their events.
-    """
+    """Return the arrays of a problem."""
     graph = problem.graph
     edges, devices = graph.edge_count, problem.device_count
     if edges + devices >= 1 << CODE_BITS:

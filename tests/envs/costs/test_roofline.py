@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.costs.roofline import check_rates, roofline_costs, roofline_s
@@ -58,26 +57,6 @@ def test_the_launch_is_added_once_by_the_problem() -> None:
     costed = GraphArrays.from_graph(with_costs(graph, costs_s, {"gpu": "roofline"}))
     problem = Problem.of(costed, Cluster(name="one", devices=(GPU,)))
     assert problem.cost_ns.tolist() == [[2_000_000 + 5_000]]
-
-
-@given(SIZES, SIZES, SIZES, SIZES, RATES, RATES)
-def test_more_work_never_takes_less_time(
-    flops: int, more_flops: int, moved: int, more_moved: int, peak: float, bandwidth: float
-) -> None:
-    device = replace(GPU, peak_flop_per_s=peak, bandwidth_bytes_per_s=bandwidth)
-    least = seconds(flops, moved, device)
-    assert seconds(flops + more_flops, moved + more_moved, device) >= least
-    assert least >= max(seconds(flops, 0, device), seconds(0, moved, device))
-
-
-@given(SIZES, SIZES, RATES, RATES, st.floats(1.0, 1e3))
-def test_a_faster_device_never_takes_longer(
-    flops: int, moved: int, peak: float, bandwidth: float, factor: float
-) -> None:
-    slow = replace(GPU, peak_flop_per_s=peak, bandwidth_bytes_per_s=bandwidth)
-    at_slow = seconds(flops, moved, slow)
-    assert seconds(flops, moved, replace(slow, peak_flop_per_s=peak * factor)) <= at_slow
-    assert seconds(flops, moved, replace(slow, bandwidth_bytes_per_s=bandwidth * factor)) <= at_slow
 
 
 @pytest.mark.parametrize("lacking", ["peak_flop_per_s", "bandwidth_bytes_per_s"])
