@@ -84,7 +84,7 @@ def _for_every_head(queries: Any, *shared: Any) -> list[Any]:
 
 def _recurrent_flops(inputs: Any, *further: Any, **_: Any) -> int:
     """Return the FLOPs for inputs (..., features) of all steps; each multiplies by all matrices."""
-    parameters: list[Any] = [given for given in further if isinstance(given, list)][-1]
+    parameters: list[Any] = [group for group in further if isinstance(group, list)][-1]
     weights = sum(math.prod(shape) for shape in parameters if len(shape) == 2)
     return int(2 * math.prod(inputs[:-1]) * weights)
 

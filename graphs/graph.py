@@ -295,10 +295,10 @@ class GraphArrays:
     def costs_for(self, kind: str) -> NDArray[np.float64]:
         """Return the seconds of every op on a device kind, (N,); nan where they are unknown."""
         fallback = self.cost_s.get(ANY_KIND)
-        own = self.cost_s.get(kind)
-        if own is None:
+        named = self.cost_s.get(kind)
+        if named is None:
             return fallback if fallback is not None else np.full(len(self), np.nan)
-        return own if fallback is None else np.where(np.isnan(own), fallback, own)
+        return named if fallback is None else np.where(np.isnan(named), fallback, named)
 
 
 def graph_hash(graph: nx.DiGraph[str]) -> str:

@@ -55,15 +55,15 @@ class Optimizer:
             raise ValueError(f"betas of the optimizer are {self.betas}, not within 0 .. 1")
 
     @classmethod
-    def of(cls, given: str | Optimizer | None) -> Optimizer | None:
-        """Return the optimizer of a kind, or the one given; None for None and "none".
+    def of(cls, optimizer: str | Optimizer | None) -> Optimizer | None:
+        """Return the optimizer of a kind, or an optimizer as it is; None for None and "none".
 
         Raises:
             ValueError: there is no such kind.
         """
-        if given is None or given == NONE:
+        if optimizer is None or optimizer == NONE:
             return None
-        return given if isinstance(given, Optimizer) else cls(kind=given)
+        return optimizer if isinstance(optimizer, Optimizer) else cls(kind=optimizer)
 
     @property
     def decay(self) -> float:

@@ -10,17 +10,17 @@ DTYPES: Final = (FULL, *MIXED)
 """``fp32`` leaves every tensor in the dtype that the model gives it."""
 
 
-def check_dtype(given: str) -> str:
+def check_dtype(dtype: str) -> str:
     """Return the name of a dtype unchanged.
 
     Raises:
         ValueError: it is not one of :data:`DTYPES`; for fp16 the message says why.
     """
-    if given == "fp16":
+    if dtype == "fp16":
         raise ValueError(
             "fp16 is not for CPUs: they have few kernels for it, and small gradients would vanish "
             "without a scaler, which a placed step has not; use bf16"
         )
-    if given not in DTYPES:
-        raise ValueError(f"dtype {given!r} is not one of {', '.join(DTYPES)}")
-    return given
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    return dtype

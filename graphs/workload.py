@@ -126,7 +126,7 @@ class Workload:
         """
         state = _named_state(self.model)
         if self.training and isinstance(self.loss, nn.Module):
-            state |= {f"{LOSS}.{name}": own for name, own in _named_state(self.loss).items()}
+            state |= {f"{LOSS}.{name}": tensor for name, tensor in _named_state(self.loss).items()}
         return state
 
 

@@ -203,8 +203,8 @@ def stack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stacked: dict[str, Tensor] = {}
     experts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in state.items():
-        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(w[123])\.weight", name):
-            experts[f"{found[1]}.{found[3]}"][int(found[2])] = tensor
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(w[123])\.weight", name):
+            experts[f"{match[1]}.{match[3]}"][int(match[2])] = tensor
         else:
             stacked[name] = tensor
     for name, parts in experts.items():

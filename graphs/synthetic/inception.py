@@ -81,10 +81,10 @@ class _Images:
             side = -(-side // stride)
             shape = (channels, side)
             parameters = inputs * channels * kernel
-            own = f"{path}.{number}"
+            layer = f"{path}.{number}"
             flops = 2 * self.batch * side * side * parameters
-            x = self.add(f"{own}:convolution", [x] if x else [], shape, flops, parameters)
-            x = self.add(f"{own}:batch_norm_relu", [x], shape, parameters=2 * channels)
+            x = self.add(f"{layer}:convolution", [x] if x else [], shape, flops, parameters)
+            x = self.add(f"{layer}:batch_norm_relu", [x], shape, parameters=2 * channels)
         assert x is not None
         return x
 

@@ -288,9 +288,9 @@ class _Motif:
         shape = self.draw()
         shared = self.add(path, [], (0.0, reuse * shape[1]), kind=WEIGHT)
         outputs: list[str] = []
-        for t, own in enumerate(inputs):
+        for t, read in enumerate(inputs):
             before = [] if state is None else outputs[-1:] or state
-            outputs.append(self.add(f"{path}@{t}", [*own, *before, shared], shape))
+            outputs.append(self.add(f"{path}@{t}", [*read, *before, shared], shape))
         return outputs
 
     def finished(self) -> nx.DiGraph[str]:

@@ -185,11 +185,15 @@ def moe(
         load = rng.multinomial(2 * tokens, rng.dirichlet(np.full(experts, 4.0)))
         outputs: list[str] = []
         for expert, count in enumerate(np.maximum(load, 1).tolist()):
-            own = f"{path}.experts.{expert}"
-            taken = sketch.op(f"{own}:gather", [x, routes], outputs=count * hidden)
-            up = sketch.linear(f"{own}.up", taken, rows=count, inputs=hidden, outputs=4 * hidden)
+            expert_path = f"{path}.experts.{expert}"
+            taken = sketch.op(f"{expert_path}:gather", [x, routes], outputs=count * hidden)
+            up = sketch.linear(
+                f"{expert_path}.up", taken, rows=count, inputs=hidden, outputs=4 * hidden
+            )
             outputs.append(
-                sketch.linear(f"{own}.down", up, rows=count, inputs=4 * hidden, outputs=hidden)
+                sketch.linear(
+                    f"{expert_path}.down", up, rows=count, inputs=4 * hidden, outputs=hidden
+                )
             )
         x = sketch.op(f"{path}:combine", [*outputs, routes, x], outputs=state)
     logits = sketch.linear("head", x, rows=tokens, inputs=hidden, outputs=8000)
