@@ -127,7 +127,7 @@ def optimize(
 def run_job(job: Job, progress: Progress) -> Result:
     """Load what a job places, and place it."""
     job = job.loaded(progress)
-    return optimize_job(job, progress) if job.replicas is None else plan_job(job, progress).found
+    return optimize_job(job, progress) if job.replicas is None else plan_job(job, progress).result
 
 
 def extract(

@@ -297,7 +297,8 @@ def _print(result: Result, args: argparse.Namespace, total_s: float) -> None:
 
 
 def _print_plan(plan: ReplicaPlan, args: argparse.Namespace) -> None:
-    from placer.report.replicas import plan_to_dict, print_plan, verdict_of
+    from placer.replicate.messages import verdict_of
+    from placer.report.replicas import plan_to_dict, print_plan
     from placer.result import extraction_to_dict
 
     print_result(
@@ -317,10 +318,11 @@ def _print_plan(plan: ReplicaPlan, args: argparse.Namespace) -> None:
 
 def _command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
     """Return the command that trains the replicas, "" if the plan cannot be run."""
-    from placer.parallel.plan import launch_command, why_not_run
+    from placer.parallel.plan import launch_command
+    from placer.replicate.messages import run_obstacle
 
     extraction = plan.extraction
-    if extraction is None or not extraction.step.training or why_not_run(plan.replicas):
+    if extraction is None or not extraction.step.training or run_obstacle(plan.replicas):
         return ""
     options = model_options(args, inference=False)
     return launch_command(plan.replicas, args.target, args.out, *options)

@@ -199,7 +199,8 @@ def _launch(
     """Return the command that trains with the placement, "" if placer cannot run it."""
     from envs.replication import Replication
     from envs.runtime import has_runtime
-    from placer.parallel.plan import launch_command, why_not_run
+    from placer.parallel.plan import launch_command
+    from placer.replicate.messages import run_obstacle
 
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:
         return ""
@@ -208,7 +209,7 @@ def _launch(
         return ""
     plan = placement.replicas or Replication(groups=(placement.device_names,))
     options = model_options(args, inference=False)
-    return "" if why_not_run(plan) else launch_command(plan, args.target, path, *options)
+    return "" if run_obstacle(plan) else launch_command(plan, args.target, path, *options)
 
 
 def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:

@@ -141,18 +141,3 @@ def launch_command(
     steps = STEPS + method_named(planned_method(plan)[0]).warmup_steps
     run = ["-m", "placer.run", target, "--placement", str(placement), "--steps", str(steps)]
     return shlex.join([*launcher, *run, *options])
-
-
-def why_not_run(plan: Replication) -> str:
-    """Return why ``placer.run`` cannot start a plan, or "" if it can."""
-    hosts = [hosts_of(group) for group in plan.groups]
-    if max(map(len, hosts)) > 1:
-        return (
-            "A replica spans hosts, so this plan is only simulated; "
-            "placer.parallel.PipelinedReplica runs a chain of stages from Python."
-        )
-    ranks = Counter(names[0] for names in hosts)
-    if len(set(ranks.values())) > 1:
-        counts = ", ".join(f"{host}: {count}" for host, count in ranks.items())
-        return f"Hosts have different numbers of replicas ({counts}): start a torchrun on each."
-    return ""

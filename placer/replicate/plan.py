@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import networkx as nx
 
@@ -29,45 +29,16 @@ from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline import grouped, optimize_problem
 from placer.progress import Progress, Silent
-from placer.replicate.orders import Variant, variants
 from placer.replicate.result import ReplicaPlan, Split
-from placer.replicate.scaling import Scaling
-from placer.replicate.sources import GraphSource, ModelSource, StepSource
+from placer.replicate.simulation import Scaling, Variant, variants
+from placer.replicate.sources import StepSource, batch_size
 from placer.result import Result
 from placer.search.compilation import load_compiled_code
 from placer.search.request import Budget
 
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Reports the progress of one of several searches as part of their common stage."""
-
-    whole: Progress
-    number: int
-    count: int
-
-    def stage(self, title: str) -> None:
-        """Ignore the title: there would be one stage per search."""
-
-    def advance(self, share: float, text: str = "") -> None:
-        """Report the share of all searches."""
-        shown = f"{self.number + 1} of {self.count}"
-        self.whole.advance(
-            (self.number + share) / self.count, f"{shown}: {text}" if text else shown
-        )
-
-
-def share_of(budget: Budget, several: int | None) -> Budget:
-    """Return the budget of each of several searches; one evaluation if ``several`` is None."""
-    if several is None:
-        return Budget(evaluations=1)
-    if budget.seconds is not None:
-        return Budget(seconds=budget.seconds / several)
-    assert budget.evaluations is not None
-    return Budget(evaluations=max(budget.evaluations // several, 1))
-
-
 MOST_REPLICAS: Final = 16
+Search: TypeAlias = tuple[int, Block]
+"""Parts of the batch, and the devices of one replica."""
 
 
 def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
@@ -84,39 +55,50 @@ def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
         PlacementError: no replica fits.
         KeyboardInterrupt: stopped before there was any plan.
     """
-    wanted = job.replicas
-    assert wanted is not None
-    hear = progress or Silent()
-    source: StepSource
-    if isinstance(job.source, nx.DiGraph):
-        source = GraphSource(job.constraints.applied_to(job.source, job.cluster), job.cluster)
-    else:
-        with Interrupt():
-            source = ModelSource(job, hear)
-        if wanted.samples is None:
-            wanted = replace(wanted, samples=source.samples)
-    return _Planner(source, job.search, wanted, hear).plan()
+    replication = job.replicas
+    assert replication is not None
+    progress = progress or Silent()
+    with Interrupt():
+        source = StepSource(job, progress)
+    if replication.samples is None and source.whole.extraction is not None:
+        replication = replace(replication, samples=batch_size(source.whole.extraction.step))
+    return _Planner(source, job.search, replication, progress).plan()
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _SharedStage:
+    """Reports the progress of one of several searches as part of their common stage."""
+
+    whole: Progress
+    number: int
+    count: int
+
+    def stage(self, title: str) -> None:
+        """Ignore the title: there would be one stage per search."""
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Report the share of all searches."""
+        place = f"{self.number + 1} of {self.count}"
+        self.whole.advance(
+            (self.number + share) / self.count, f"{place}: {text}" if text else place
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
     """Replicas on groups of devices, and the search that places one of them."""
 
     groups: Sequence[Block]
-    search: tuple[int, Block]  # parts of the batch, devices of one replica
+    search: Search
     is_baseline: bool = False
 
 
-def _rank(split: Split) -> tuple[bool, float, int, int]:
-    return split.is_baseline, -split.samples_per_s, split.devices, split.replicas
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Searched:
-    """The result of one search, or why there is none."""
+    """The result of one search with its variants, or why there is none."""
 
-    found: Result | None
-    plans: Sequence[Variant] = ()
+    result: Result | None = None
+    variants: Sequence[Variant] = ()
     why: str = ""
 
 
@@ -126,36 +108,38 @@ class _Planner:
 
     source: StepSource
     search: SearchConfig
-    wanted: Replication
-    hear: Progress
+    replication: Replication
+    progress: Progress
     graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # {parts of the batch: graph}
     arrays: dict[int, GraphArrays] = field(default_factory=dict)
-    searched: dict[tuple[int, Block], _Searched] = field(default_factory=dict)
+    searched: dict[Search, _Searched] = field(default_factory=dict)
     search_s: float = 0.0
 
     def plan(self) -> ReplicaPlan:
         cost_source = self._graph(1).graph["cost_source"]
-        problem = Problem.of(self.arrays[1], self.source.cluster)
-        jobs = list(self._jobs(problem))
-        self.hear.stage(loading_stage())
+        problem = Problem.of(self.arrays[1], self.source.whole.cluster)
+        planned = list(self._planned(problem))
+        self.progress.stage(loading_stage())
         load_compiled_code()
-        searches = list(dict.fromkeys(job.search for job in jobs))
-        self.hear.stage(f"Searching placements of a replica on {len(searches)} groups of devices")
-        asked = {job.search for job in jobs if not job.is_baseline}
-        self._search(problem.cluster, searches, asked)
-        splits = [self._split(problem, job) for job in jobs if job.search in self.searched]
-        splits.sort(key=_rank)
-        if splits[0].found is None:
+        searches = list(dict.fromkeys(each.search for each in planned))
+        self.progress.stage(
+            f"Searching placements of a replica on {len(searches)} groups of devices"
+        )
+        requested = {each.search for each in planned if not each.is_baseline}
+        self._search(problem.cluster, searches, requested)
+        splits = [self._split(problem, each) for each in planned if each.search in self.searched]
+        splits.sort(key=lambda s: (s.is_baseline, -s.samples_per_s, s.devices, s.replicas))
+        if splits[0].result is None:
             raise PlacementError(splits[0].why)
         return ReplicaPlan(
             problem=problem,
-            wanted=self.wanted,
+            requested=self.replication,
             splits=tuple(splits),
             curve=tuple(self._scaling(problem).curve(splits[0])),
             searched=len(self.searched),
             left_out=len(searches) - len(self.searched),
             search_s=self.search_s,
-            extraction=self.source.extraction,
+            extraction=self.source.whole.extraction,
             cost_source=cost_source,
         )
 
@@ -165,135 +149,135 @@ class _Planner:
             self.arrays[parts] = GraphArrays.from_graph(self.graphs[parts])
         return self.graphs[parts]
 
-    def _jobs(self, problem: Problem) -> Iterator[_Job]:
-        count, asked = problem.device_count, self.wanted.replicas
-        if asked is not None and asked > count:
+    def _planned(self, problem: Problem) -> Iterator[_Groups]:
+        count, requested = problem.device_count, self.replication.replicas
+        if requested is not None and requested > count:
             raise ValueError(
-                f"{asked} replicas need a device each, and {problem.cluster.name!r} has {count}: "
-                f"ask for at most {count}"
+                f"{requested} replicas need a device each, but {problem.cluster.name!r} has {count}"
             )
-        is_enough = False
-        for size in dict.fromkeys(count // r for r in range(asked or 1, count + 1)):
+        is_done = False
+        for size in dict.fromkeys(count // r for r in range(requested or 1, count + 1)):
             for alike in replica_groups(problem, size):
                 for replicas in self._counts(len(alike)):
-                    yield self._job(alike[:replicas])
-                    is_enough = asked is not None
-            if is_enough:
-                yield from self._baselines(problem, asked or 1, size)
+                    yield self._groups(alike[:replicas])
+                    is_done = requested is not None
+            if is_done:
+                yield from self._baselines(problem, requested or 1, size)
                 return
-        if asked is not None:
+        if requested is not None:
             raise ValueError(
-                f"no {asked} devices of {problem.cluster.name!r} are alike (kind, memory, costs): "
-                "replicas of one placement need groups that are"
+                f"no {requested} devices of {problem.cluster.name!r} are alike (kind, memory, "
+                "costs): replicas of one placement need groups that are"
             )
 
-    def _job(self, groups: Sequence[Block], *, is_baseline: bool = False) -> _Job:
-        return _Job(groups, (self.wanted.parts(len(groups)), groups[0]), is_baseline)
+    def _groups(self, groups: Sequence[Block], *, is_baseline: bool = False) -> _Groups:
+        return _Groups(groups, (self.replication.parts(len(groups)), groups[0]), is_baseline)
 
-    def _baselines(self, problem: Problem, replicas: int, size: int) -> Iterator[_Job]:
+    def _baselines(self, problem: Problem, replicas: int, size: int) -> Iterator[_Groups]:
         """Yield one replica per device and one on all devices, unless they were requested."""
         single, whole = replica_groups(problem, 1)[0], replica_groups(problem, problem.device_count)
         if (replicas, size) != (len(single), 1):
-            yield self._job(single, is_baseline=True)
+            yield self._groups(single, is_baseline=True)
         if size != problem.device_count:
-            yield self._job(whole[0][:1], is_baseline=True)
+            yield self._groups(whole[0][:1], is_baseline=True)
 
     def _counts(self, most: int) -> list[int]:
         """Return the numbers of replicas to try; with a global batch each needs its own search."""
-        if self.wanted.replicas is not None:
-            return [r for r in (self.wanted.replicas,) if r <= most]
-        if self.wanted.batch == "global":
-            cut = [
-                r for r in range(1, most + 1) if not self.wanted.uneven_parts(self.wanted.parts(r))
-            ]
-            return sorted({most, *cut[-1:]})
-        powers = (1 << k for k in range(most.bit_length()))
-        return sorted({*range(1, min(most, MOST_REPLICAS) + 1), *powers, most})
+        replication = self.replication
+        if replication.replicas is not None:
+            return [replication.replicas] if replication.replicas <= most else []
+        every = range(1, most + 1)
+        if replication.batch == "global":
+            even = [r for r in every if not replication.uneven_parts(replication.parts(r))]
+            return sorted({most, *even[-1:]})
+        return [r for r in every if r <= MOST_REPLICAS or r & (r - 1) == 0 or r == most]
 
     def _search(
-        self,
-        cluster: Cluster,
-        searches: Sequence[tuple[int, Block]],
-        asked: Collection[tuple[int, Block]],
+        self, cluster: Cluster, searches: Sequence[Search], requested: Collection[Search]
     ) -> None:
         """Run the searches in turn; if the user stops them, completed ones count.
 
-        If no requested search found a placement that fits, the one with most devices is repeated
-        with the whole search budget.
-
-        Raises:
-            KeyboardInterrupt: stopped before there was any placement.
+        If no requested search gave a placement that fits, the one with most devices is repeated
+        with the whole search budget. A KeyboardInterrupt passes if there is no placement yet.
         """
-        several = sum(self._is_search(*search) for search in searches)
-        for number, (parts, group) in enumerate(searches):
-            budget = share_of(
-                self.search.budget, several if self._is_search(parts, group) else None
-            )
-            hear = Slice(self.hear, number, len(searches))
+        several = sum(self._has_choice(search) for search in searches)
+        for number, search in enumerate(searches):
+            budget = Budget(evaluations=1)
+            if self._has_choice(search):
+                budget = _share(self.search.budget, several)
+            stage = _SharedStage(self.progress, number, len(searches))
             try:
-                found = self._searched(parts, cluster.part(group), budget, hear)
+                searched = self._searched(search, cluster, budget, stage)
             except KeyboardInterrupt:
-                if all(known.found is None for known in self.searched.values()):
+                if all(before.result is None for before in self.searched.values()):
                     raise
                 return
-            self.searched[parts, group] = found
-            if found.found is not None and found.found.stopped:
+            self.searched[search] = searched
+            if searched.result is not None and searched.result.stopped:
                 return
-        if several > 1 and all(self.searched[search].found is None for search in asked):
-            parts, group = max(asked, key=lambda search: (self._is_search(*search), len(search[1])))
-            self.searched[parts, group] = self._searched(
-                parts, cluster.part(group), self.search.budget, self.hear
+        if several > 1 and all(self.searched[search].result is None for search in requested):
+            largest = max(requested, key=lambda search: (self._has_choice(search), len(search[1])))
+            self.searched[largest] = self._searched(
+                largest, cluster, self.search.budget, self.progress
             )
 
-    def _is_search(self, parts: int, group: Block) -> bool:
-        return len(group) > 1 and not self.wanted.uneven_parts(parts)
+    def _has_choice(self, search: Search) -> bool:
+        parts, group = search
+        return len(group) > 1 and not self.replication.uneven_parts(parts)
 
-    def _searched(self, parts: int, cluster: Cluster, budget: Budget, hear: Progress) -> _Searched:
-        if why := self.wanted.uneven_parts(parts):
-            return _Searched(found=None, why=why)
-        search = replace(self.search, budget=budget, measure=False)
+    def _searched(
+        self, search: Search, cluster: Cluster, budget: Budget, progress: Progress
+    ) -> _Searched:
+        parts, group = search
+        if why := self.replication.uneven_parts(parts):
+            return _Searched(why=why)
+        config = replace(self.search, budget=budget, measure=False)
         try:
             graph = self._graph(parts)
-            problem = Problem.of(self.arrays[parts], cluster)
-            found = optimize_problem(problem, search, hear, coarse=grouped(graph, search))
-            plans = variants(problem, found, self._gradients(problem.graph))
+            problem = Problem.of(self.arrays[parts], cluster.part(group))
+            result = optimize_problem(problem, config, progress, coarse=grouped(graph, config))
+            plans = variants(problem, result, self._gradients(problem.graph))
         except (PlacementError, ValueError) as error:
-            return _Searched(found=None, why=str(error))
-        self.search_s += found.search_s
-        return _Searched(found=found, plans=plans)
+            return _Searched(why=str(error))
+        self.search_s += result.search_s
+        return _Searched(result, plans)
 
     def _gradients(self, graph: GraphArrays) -> Gradients:
-        return gradients_of(graph, self.source.makers) if self._trains else no_gradients()
+        if not self.source.trains:
+            return no_gradients()
+        return gradients_of(graph, self.source.gradient_makers)
 
-    @property
-    def _trains(self) -> bool:
-        extraction = self.source.extraction
-        return extraction is None or extraction.step.training
-
-    def _split(self, problem: Problem, job: _Job) -> Split:
-        known, names = self.searched[job.search], problem.cluster.names
+    def _split(self, problem: Problem, planned: _Groups) -> Split:
+        searched, names = self.searched[planned.search], problem.cluster.names
         split = Split(
-            groups=tuple(tuple(names[d] for d in group) for group in job.groups),
-            samples=self.wanted.step_samples(len(job.groups)),
-            is_baseline=job.is_baseline,
-            why=known.why,
+            groups=tuple(tuple(names[d] for d in group) for group in planned.groups),
+            samples=self.replication.step_samples(len(planned.groups)),
+            is_baseline=planned.is_baseline,
+            why=searched.why,
         )
-        if known.found is None:
+        if searched.result is None:
             return split
         try:
-            networks = slot_networks(problem, job.groups)
+            networks = slot_networks(problem, planned.groups)
         except ValueError as error:
             return replace(split, why=str(error))
-        plans = known.plans if split.replicas > 1 else known.plans[:1]
-        steps = [replicated(plan.step, networks, self.wanted) for plan in plans]
+        plans = searched.variants if split.replicas > 1 else searched.variants[:1]
+        steps = [replicated(plan.step, networks, self.replication) for plan in plans]
         best = min(range(len(plans)), key=lambda i: steps[i].step_s)
         split = replace(
             split,
-            found=plans[best].chosen_of(known.found),
+            result=plans[best].chosen_of(searched.result),
             alone=plans[best].step,
             step=steps[best],
         )
         return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
 
     def _scaling(self, problem: Problem) -> Scaling:
-        return Scaling(problem, self.wanted, self.graphs, self._gradients)
+        return Scaling(problem, self.replication, self.graphs, self._gradients)
+
+
+def _share(budget: Budget, several: int) -> Budget:
+    if budget.seconds is not None:
+        return Budget(seconds=budget.seconds / several)
+    assert budget.evaluations is not None
+    return Budget(evaluations=max(budget.evaluations // several, 1))

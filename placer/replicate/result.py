@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envs.collectives import HIERARCHICAL
-from envs.placement import Placement
 from envs.problem import Problem
 from envs.replicas.reductions import ReplicatedStep
 from envs.replicas.step import ReplicaStep
@@ -28,7 +27,7 @@ class Split:
 
     groups: tuple[tuple[str, ...], ...]
     samples: int  # per parameter update
-    found: Result | None = None
+    result: Result | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
     one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
@@ -85,7 +84,7 @@ class CurvePoint:
     efficiency: float
     exposed_s: float
     hidden_s: float
-    beyond: bool  # more devices than the cluster has
+    beyond_cluster: bool  # more devices than the cluster has
     fits: bool = True
 
 
@@ -94,7 +93,7 @@ class ReplicaPlan:
     """All splits, the best requested one first; at least that one has a placement."""
 
     problem: Problem  # of the whole cluster and batch
-    wanted: Replication
+    requested: Replication
     splits: tuple[Split, ...]
     curve: tuple[CurvePoint, ...]
     searched: int
@@ -114,43 +113,39 @@ class ReplicaPlan:
         step = self.best.step
         assert step is not None
         sent: Counter[str] = Counter()
-        for size, how in step.reductions:
-            sent[how.algorithm] += size
+        for size, reduction in step.reductions:
+            sent[reduction.algorithm] += size
         algorithms = tuple(name for name, _ in sent.most_common())
+        levels: tuple[int, ...] = ()
+        if HIERARCHICAL in algorithms:
+            index = self.problem.cluster.index
+            groups = [[index(name) for name in group] for group in self.best.groups]
+            slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
+            levels = tuple(x.ranks for x in slot_networks(self.problem, groups)[slot].levels)
         return replace(
-            self.wanted,
+            self.requested,
             replicas=None,
             samples=None,
             groups=self.best.groups,
-            algorithms=algorithms if self.wanted.reduction == AUTO else (),
-            levels=self._levels(step) if HIERARCHICAL in algorithms else (),
+            algorithms=algorithms if self.requested.reduction == AUTO else (),
+            levels=levels,
         )
-
-    def _levels(self, step: ReplicatedStep) -> tuple[int, ...]:
-        index = self.problem.cluster.index
-        groups = [[index(name) for name in group] for group in self.best.groups]
-        slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
-        return tuple(level.ranks for level in slot_networks(self.problem, groups)[slot].levels)
 
     @property
-    def found(self) -> ReplicatedResult:
+    def result(self) -> ReplicatedResult:
         """Return the result for one replica, with the replicated step in its prediction."""
-        best = self.best
-        assert best.found is not None and best.step is not None  # noqa: PT018  # the first has both
+        one, step = self.best.result, self.best.step
+        assert one is not None, "the best split has a placement"
+        assert step is not None, "as before"
         predicted = {
-            **(best.found.placement.predicted or {}),
-            "replicated_step_s": best.step.step_s,
-            "exposed_communication_s": best.step.exposed_s,
-            "hidden_communication_s": best.step.hidden_s,
+            **(one.placement.predicted or {}),
+            "replicated_step_s": step.step_s,
+            "exposed_communication_s": step.exposed_s,
+            "hidden_communication_s": step.hidden_s,
         }
-        placement: Placement = replace(
-            best.found.placement,
-            predicted=predicted,
-            replicas=self.replicas,
-        )
         one = replace(
-            best.found,
-            placement=placement,
+            one,
+            placement=replace(one.placement, predicted=predicted, replicas=self.replicas),
             search_s=self.search_s,
             extraction=self.extraction,
             cost_source=self.cost_source,
@@ -162,23 +157,24 @@ class ReplicaPlan:
     @property
     def shown(self) -> tuple[Split, ...]:
         """Return, for each number of devices, the best split and the one with most replicas."""
-        kept = []
+        shown = []
         for size in sorted({split.devices_each for split in self.splits}):
-            own = [split for split in self.splits if split.devices_each == size]
-            most = max(own, key=lambda split: split.replicas)
-            kept += [own[0]] if own[0] is most else [own[0], most]
-        return tuple(kept)
+            of_size = [split for split in self.splits if split.devices_each == size]
+            most = max(of_size, key=lambda split: split.replicas)
+            shown += [of_size[0]] if of_size[0] is most else [of_size[0], most]
+        return tuple(shown)
 
     def pure(self, *, replicas: bool) -> Split | None:
         """Return the split for pure data parallelism (one device each) or pure placement.
 
         Pure placement is one replica on all devices. None if that split was not planned.
         """
-        every = self.problem.device_count
-        able = [s for s in self.splits if (s.devices_each if replicas else s.replicas) == 1]
-        if not replicas:
-            able = [s for s in able if s.devices_each == every]
-        return max(able, key=lambda split: split.devices, default=None)
+        if replicas:
+            pure = [split for split in self.splits if split.devices_each == 1]
+        else:
+            shape = 1, self.problem.device_count
+            pure = [s for s in self.splits if (s.replicas, s.devices_each) == shape]
+        return max(pure, key=lambda split: split.devices, default=None)
 
 
 def share_of_ideal(samples_per_s: float, ideal: float) -> float:

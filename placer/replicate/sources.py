@@ -1,15 +1,13 @@
-"""Sources of a step with its whole batch or a part of it: a graph file or a model."""
+"""The step of a job with its whole batch or a part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from envs.hardware.cluster import Cluster
 from graphs.costs import with_part_of_batch
 from placer.costed_step import costed_step
 from placer.job import Job
@@ -18,76 +16,50 @@ from placer.progress import Progress
 if TYPE_CHECKING:
     import torch
 
-    from graphs.extract import Extraction, Workload
+    from graphs.extract import Workload
 
 
-class StepSource(Protocol):
-    """Provides a step with its whole batch or a part of it."""
+class StepSource:
+    """Provides the costed graph of a step for parts of its batch.
 
-    cluster: Cluster
-    extraction: Extraction | None
-    makers: Mapping[str, Sequence[str]]  # {op with parameters: ops that compute their gradients}
+    The costs of a graph with known costs are divided, a model is extracted again for each part.
+    """
 
-    def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the graph with costs for one of ``parts`` equal parts of the batch.
-
-        Raises:
-            ValueError: the batch cannot be divided so.
-        """
-        ...
-
-
-class GraphSource:
-    """Scales the costs of a graph file."""
-
-    extraction: Extraction | None = None
-    makers: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-    def __init__(self, whole: nx.DiGraph[str], cluster: Cluster) -> None:
-        self.whole = whole
-        self.cluster = cluster
-
-    def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the scaled graph; see :func:`graphs.costs.with_part_of_batch`."""
-        return with_part_of_batch(self.whole, parts)
-
-
-class ModelSource:
-    """Extracts a model again for each part of its batch."""
-
-    def __init__(self, job: Job, hear: Progress) -> None:
-        from graphs.extract import Workload
-
-        assert isinstance(job.source, Workload)
-        self.step = job.source
-        self.samples = batch_size(job.source)
+    def __init__(self, job: Job, progress: Progress) -> None:
         self.job = job
-        self.hear = hear
-        known = costed_step(job, hear)
-        self.extraction: Extraction | None = known.extraction
-        assert known.runtime is not None  # of a model
-        self.makers: Mapping[str, Sequence[str]] = known.runtime.gradient_makers()
-        self.cluster = known.cluster
-        self.whole = known.graph
+        self.progress = progress
+        self.whole = costed_step(job, progress)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the step has gradients."""
+        return self.whole.extraction is None or self.whole.extraction.step.training
+
+    @property
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return {op with parameters: ops that compute their gradients}, as far as known."""
+        return {} if self.whole.runtime is None else self.whole.runtime.gradient_makers()
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the graph with costs for one of ``parts`` equal parts of the inputs.
+        """Return the graph for one of ``parts`` equal parts of the batch.
 
         Raises:
             ValueError: the inputs cannot be divided so, or the smaller step cannot be extracted.
         """
+        if parts == 1:
+            return self.whole.graph
+        if self.whole.extraction is None:
+            return with_part_of_batch(self.whole.graph, parts)
         from graphs.extract import ExtractionError
 
-        if parts == 1:
-            return self.whole
-        smaller = with_part_of_inputs(self.step, parts)
+        smaller = with_part_of_inputs(self.whole.extraction.step, parts)
         if smaller is None:
             raise ValueError(
                 f"The tensors among the inputs have no first dimension in common that is {parts} "
                 "equal parts."
             )
         try:
-            return costed_step(replace(self.job, source=smaller), self.hear).graph
+            return costed_step(replace(self.job, source=smaller), self.progress).graph
         except ExtractionError as error:
             raise ValueError(
                 f"The step cannot be extracted with one of {parts} parts of its batch: {error}"
@@ -98,11 +70,11 @@ def batch_size(step: Workload) -> int | None:
     """Return the first dimension that all input tensors share, None if they differ."""
     sizes: set[int] = set()
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def add(tensor: torch.Tensor) -> torch.Tensor:
         sizes.update(tensor.shape[:1])
         return tensor
 
-    _mapped((step.inputs, dict(step.keywords)), note)
+    _mapped((step.inputs, dict(step.keywords)), add)
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -123,13 +95,7 @@ def with_part_of_inputs(step: Workload, parts: int) -> Workload | None:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
 
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return tree_map_only(Tensor, change, value)

@@ -1,8 +1,8 @@
-"""Output of a replica plan: terminal tables, all its sentences, and JSON data."""
+"""Output of a replica plan: terminal tables and JSON data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, Final
 
 from rich import box
@@ -11,20 +11,16 @@ from rich.table import Table
 
 from envs.collectives import AllReduce
 from envs.hardware.byte_size import human_bytes
-from envs.replicas.reductions import ReplicatedStep
-from envs.runtime import reduces_in_backward
-from graphs.graph import PHASES
-from placer.messages import NO_OPTIMIZER, extraction_remarks
 from placer.milliseconds import milliseconds
-from placer.parallel.plan import why_not_run
-from placer.replicate.result import CurvePoint, ReplicaPlan, Split
+from placer.replicate.messages import remarks_of, verdict_of
+from placer.replicate.result import ReplicaPlan, Split
 from placer.report.table import CHOSEN
 
 COLUMNS: Final = ("samples/s", "exposed\nms", "hidden\nms", "efficiency")
 LEGEND: Final = (
-    f"{CHOSEN} chosen, the most samples/s. Exposed: communication that makes the step longer; "
-    "hidden: behind the rest of the step; "
-    "efficiency: over as many times the samples/s of one replica; reduction: of the largest bucket."
+    f"{CHOSEN} chosen, the most samples/s; exposed: communication that makes the step longer; "
+    "hidden: communication that overlaps with the step; efficiency: samples/s over the number of "
+    "replicas times those of one; reduction: of the largest bucket"
 )
 
 
@@ -35,23 +31,27 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
         f"{graph.name}: replicas of {len(graph)} ops on the {len(plan.problem.cluster)} devices of "
         f"{plan.problem.cluster.name}"
     )
-    if plan.wanted.accumulate > 1:
-        console.print(f"A step is {plan.wanted.accumulate} passes and one reduction.")
+    if plan.requested.accumulate > 1:
+        console.print(f"A step is {plan.requested.accumulate} passes and one reduction.")
     table = _table("replicas x devices", "step\nms", *COLUMNS)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("reduction", overflow="fold")
     for split in plan.shown:
         is_best = split is plan.best
-        name, *cells = _cells(split)
-        marked = f"{CHOSEN if is_best else ' '} {name}"
-        table.add_row(marked, *cells, style="bold green" if is_best else "")
+        name, *cells = _split_cells(split)
+        mark = CHOSEN if is_best else " "
+        table.add_row(f"{mark} {name}", *cells, style="bold green" if is_best else "")
     console.print(table)
     for split in plan.shown:
         if split.step is None:
             console.print(f"{split.name}: {split.why}")
     curve = _table("replicas", "devices", *COLUMNS)
     for point in plan.curve:
-        curve.add_row(*_point_cells(point), style="dim" if point.beyond else "")
+        cells = _scaling_cells(
+            point.samples_per_s, point.exposed_s, point.hidden_s, point.efficiency
+        )
+        style = "dim" if point.beyond_cluster else ""
+        curve.add_row(str(point.replicas), str(point.devices), *cells, style=style)
     console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices:")
     console.print(curve)
     console.print(LEGEND, style="dim")
@@ -60,133 +60,12 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
     console.print(verdict_of(plan))
 
 
-def verdict_of(plan: ReplicaPlan) -> str:
-    """Return the best split and how it compares to pure data parallelism and pure placement."""
-    best, step = plan.best, plan.best.step
-    assert step is not None
-    text = f"{_replicas(best)}: {best.samples_per_s:.4g} samples/s{_gain(plan, best)}, a step of "
-    text += f"{milliseconds(step.step_s)} ms"
-    if plan.wanted.accumulate > 1:
-        text += f" in {plan.wanted.accumulate} passes"
-    if best.replicas > 1:
-        text += (
-            f", {milliseconds(step.exposed_s)} ms of it communication that is not hidden "
-            f"({milliseconds(step.hidden_s)} ms are)"
-        )
-    others = (
-        ("pure data parallelism", plan.pure(replicas=True)),
-        ("pure placement", plan.pure(replicas=False)),
-    )
-    compared = [
-        f"It is {name}." if other is best else _against(plan, name, other)
-        for name, other in others
-        if other is not None and best.devices > 1
-    ]
-    return " ".join([f"{text}.", *compared])
-
-
-def remarks_of(plan: ReplicaPlan) -> list[str]:
-    """Return remarks that qualify the numbers of a plan, one sentence each."""
-    return ["Nothing was run: steps are the simulator's.", *_assumptions(plan), *_limits(plan)]
-
-
-def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
-    best, wanted, extraction = plan.best, plan.wanted, plan.extraction
-    trains = extraction is None or extraction.step.training
-    phases = {PHASES[i] for i in set(plan.problem.graph.phase.tolist())}
-    parts = [wanted.parts(split.replicas) for split in plan.splits]
-    if extraction is None and any(own > 1 and not wanted.uneven_parts(own) for own in parts):
-        yield (
-            "Costs and activations for a smaller batch are those of the whole one, divided: "
-            "ops that need a large batch to use their device take longer."
-        )
-    if not trains:
-        yield "Inference has no gradients: replicas do not wait for each other."
-    elif "backward" not in phases:
-        yield "The graph has no backward pass: each op is taken to end with its own gradients."
-    if wanted.batch == "global" and wanted.samples is None:
-        yield "How many samples the step has is not known: its batch is cut into any parts."
-    if trains and "optimizer" not in phases:
-        yield NO_OPTIMIZER
-    if best.replicas > 1 and best.devices_each > 1:
-        yield "Reductions and the transfers of a replica are simulated as if apart."
-    if best.replicas > 1 and wanted.payload != "fp32" and wanted.coding_bytes_per_s is None:
-        yield f"To turn gradients into {wanted.payload}, and back, is taken to take no time."
-    if best.replicas > 1 and not reduces_in_backward(plan.problem.cluster):
-        yield (
-            "Pinned cores give all gradients at the end: none of the communication is hidden. "
-            "It is taken to be as fast as their links; through gloo it is slower."
-        )
-    idle = plan.problem.device_count - best.devices
-    if idle:
-        yield f"{idle} of {plan.problem.device_count} devices are left idle."
-
-
-def _limits(plan: ReplicaPlan) -> Iterator[str]:
-    if any(point.beyond for point in plan.curve):
-        yield (
-            f"Beyond {plan.problem.device_count} devices the outermost level of the cluster's "
-            "network is taken to have more ranks."
-        )
-    if large := [point.replicas for point in plan.curve if not point.fits]:
-        yield (
-            f"The batch does not fit on {max(large)} replicas or fewer: their steps are those "
-            "of devices with more memory."
-        )
-    if why := why_not_run(plan.replicas):
-        yield why
-    if plan.left_out:
-        yield f"Stopped early: {plan.left_out} searches were not made."
-    if plan.extraction is not None:
-        yield from extraction_remarks(plan.extraction)
-
-
-def _gain(plan: ReplicaPlan, split: Split) -> str:
-    single, is_shared = plan.pure(replicas=True), plan.wanted.batch == "global"
-    if single is None or single.step is None or split.devices == 1 or is_shared:
-        return ""
-    return f", {split.samples_per_s / single.one_samples_per_s:.3g}x one device"
-
-
-def _against(plan: ReplicaPlan, name: str, other: Split) -> str:
-    if other.step is None:
-        return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
-    ratio = plan.best.samples_per_s / other.samples_per_s
-    why = f"steps of {milliseconds(other.step.step_s)} ms for {other.samples} samples"
-    why += _gain(plan, other)
-    if other.replicas > 1:
-        why += (
-            f", of which {milliseconds(other.step.exposed_s)} ms are communication that "
-            "nothing hides"
-        )
-    return f"That is {ratio:.2f}x {name} ({other.name}: {why})."
-
-
-def _replicas(split: Split) -> str:
-    each = "1 device" if split.devices_each == 1 else f"{split.devices_each} devices"
-    if split.replicas == 1:
-        return f"One replica on {each}"
-    return f"{split.replicas} replicas of {each} each"
-
-
 def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
     """Return the plan as plain data for JSON; units are in the names, None if it cannot run."""
     return {
         "splits": [_split(plan, split) for split in plan.splits],
-        "accumulate": plan.wanted.accumulate,
-        "curve": [
-            {
-                "replicas": point.replicas,
-                "devices": point.devices,
-                "samples_per_s": point.samples_per_s,
-                "efficiency": point.efficiency,
-                "exposed_s": point.exposed_s,
-                "hidden_s": point.hidden_s,
-                "beyond_cluster": point.beyond,
-                "fits": point.fits,
-            }
-            for point in plan.curve
-        ],
+        "accumulate": plan.requested.accumulate,
+        "curve": [asdict(point) for point in plan.curve],
         "searched": plan.searched,
         "left_out": plan.left_out,
         "search_s": plan.search_s,
@@ -197,7 +76,7 @@ def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
 
 
 def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
-    step, found = split.step, split.found
+    step, result = split.step, split.result
     row: dict[str, Any] = {
         "replicas": split.replicas,
         "devices_each": split.devices_each,
@@ -208,10 +87,10 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
         "best": split is plan.best,
         "baseline": split.is_baseline,
     }
-    if step is None or found is None:
+    if step is None or result is None:
         return row
     return row | {
-        "plan": found.best.name,
+        "plan": result.best.name,
         "step_s": step.step_s,
         "alone_s": step.alone_s,
         "samples_per_s": split.samples_per_s,
@@ -221,23 +100,14 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
         "full_overlap_s": step.full_overlap_s,
         "efficiency": split.efficiency,
         "buckets": len(step.buckets),
-        "reductions": reductions_of(step),
-        "peak_memory_bytes": found.best.peak_memory_bytes,
+        "reductions": list(dict.fromkeys(_name(reduction) for _, reduction in step.reductions)),
+        "peak_memory_bytes": result.best.peak_memory_bytes,
     }
 
 
-def reductions_of(step: ReplicatedStep) -> list[str]:
-    """Return the all-reduce algorithms in use, each once, with those of levels innermost first."""
-    return list(dict.fromkeys(_named(how) for _, how in step.reductions))
-
-
-def _of_largest(step: ReplicatedStep) -> str:
-    _, how = max(step.reductions, key=lambda bucket: bucket[0], default=(0, None))
-    return "" if how is None else _named(how)
-
-
-def _named(how: AllReduce) -> str:
-    return f"{how.algorithm} ({', '.join(how.by_level)})" if how.by_level else how.algorithm
+def _name(reduction: AllReduce) -> str:
+    levels = ", ".join(reduction.by_level)
+    return f"{reduction.algorithm} ({levels})" if levels else reduction.algorithm
 
 
 def _table(first: str, *columns: str) -> Table:
@@ -248,27 +118,22 @@ def _table(first: str, *columns: str) -> Table:
     return table
 
 
-def _cells(split: Split) -> list[str]:
-    if split.step is None or split.found is None:
+def _split_cells(split: Split) -> list[str]:
+    step, result = split.step, split.result
+    if step is None or result is None:
         return [split.name, *["-"] * 5, "no room", ""]
+    _, reduction = max(step.reductions, key=lambda bucket: bucket[0], default=(0, None))
     return [
         split.name,
-        milliseconds(split.step.step_s),
-        f"{split.samples_per_s:.4g}",
-        milliseconds(split.step.exposed_s),
-        milliseconds(split.step.hidden_s),
-        f"{split.efficiency:.1%}",
-        human_bytes(max(split.found.best.peak_memory_bytes.values())),
-        _of_largest(split.step),
+        milliseconds(step.step_s),
+        *_scaling_cells(split.samples_per_s, step.exposed_s, step.hidden_s, split.efficiency),
+        human_bytes(max(result.best.peak_memory_bytes.values())),
+        _name(reduction) if reduction is not None else "",
     ]
 
 
-def _point_cells(point: CurvePoint) -> list[str]:
-    return [
-        str(point.replicas),
-        str(point.devices),
-        f"{point.samples_per_s:.4g}",
-        milliseconds(point.exposed_s),
-        milliseconds(point.hidden_s),
-        f"{point.efficiency:.1%}",
-    ]
+def _scaling_cells(
+    samples_per_s: float, exposed_s: float, hidden_s: float, efficiency: float
+) -> list[str]:
+    times = milliseconds(exposed_s), milliseconds(hidden_s)
+    return [f"{samples_per_s:.4g}", *times, f"{efficiency:.1%}"]

@@ -110,10 +110,10 @@ def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) 
         search=SearchConfig(policy=None, budget="50e"),
         replicas=wanted,
     )
-    found = plan_job(job).found
-    found.save(path)
-    assert found.placement.replicas is not None
-    return found.placement.replicas
+    result = plan_job(job).result
+    result.save(path)
+    assert result.placement.replicas is not None
+    return result.placement.replicas
 
 
 @pytest.mark.parametrize("batch", ["per-replica", "global"])

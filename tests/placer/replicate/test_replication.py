@@ -39,10 +39,10 @@ from placer.job import Job, SearchConfig
 from placer.parallel.plan import run_plan
 from placer.pipeline import optimize_job
 from placer.progress import Silent
+from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, ReplicatedResult
 from placer.replicate.sources import batch_size, with_part_of_inputs
-from placer.report.replicas import remarks_of, verdict_of
 from placer.search.objectives import Objective
 from placer.search.registry import placer_named
 from tests.helpers.folders import ROOT
@@ -106,8 +106,8 @@ def test_what_does_not_fit_on_one_device_is_placed_on_several() -> None:
     cluster = nodes(1, 4, inside_bytes_per_s=1e13, memory_bytes=room)
     found = plan(graph, cluster)
     assert found.best.name == "2 x 2"
-    assert found.best.found is not None
-    assert all(size <= room for size in found.best.found.best.peak_memory_bytes.values())
+    assert found.best.result is not None
+    assert all(size <= room for size in found.best.result.best.peak_memory_bytes.values())
     pure = found.pure(replicas=True)
     assert pure is not None
     assert pure.step is None
@@ -124,7 +124,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
         payload="bf16",
         coding_bytes_per_s=2e9,
     )
-    found = plan(layers(), nodes(1, 4), wanted).found
+    found = plan(layers(), nodes(1, 4), wanted).result
     groups = (("n0:g0", "n0:g1"), ("n0:g2", "n0:g3"))
     assert found.placement.replicas == replace(wanted, replicas=None, groups=groups)
     found.save(tmp_path / "placement.json")
@@ -137,7 +137,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
 def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
     """Two hosts of four devices, each host with a card of 10 Gbit/s."""
     cluster = nodes(2, 4, inside_bytes_per_s=1e11, across_bytes_per_s=1.25e9, across_s=1e-5)
-    found = plan(layers(), cluster, Replication(replicas=8)).found
+    found = plan(layers(), cluster, Replication(replicas=8)).result
     replicas = found.placement.replicas
     assert replicas is not None
     assert replicas.algorithms == ("hierarchical",)
@@ -190,9 +190,9 @@ def test_micro_batches_hide_reductions_behind_the_rest_of_the_pipeline() -> None
     found = plan(layers(), nodes(1, 4), Replication(replicas=2), search)
     assert found.best.name == "2 x 2"
     assert found.best.step is not None
-    assert found.found.placement.micro_batches == 4
+    assert found.result.placement.micro_batches == 4
     assert found.best.step.hidden_s > 0
-    assert found.best.step.alone_s == found.best.found.best.predicted_s  # type: ignore[union-attr]
+    assert found.best.step.alone_s == found.best.result.best.predicted_s  # type: ignore[union-attr]
 
 
 def test_a_placement_that_is_slower_alone_wins_where_it_hides_more() -> None:
@@ -221,7 +221,7 @@ def test_the_curve_repeats_the_outermost_level_and_never_gets_more_efficient() -
     assert found.curve[0].replicas == 1
     assert found.curve[0].efficiency == 1
     assert found.curve[-1].devices == 4096
-    inside = [point for point in found.curve if not point.beyond]
+    inside = [point for point in found.curve if not point.beyond_cluster]
     assert max(point.devices for point in inside) == 4
     shares = [point.efficiency for point in found.curve]
     assert shares == sorted(shares, reverse=True)
@@ -311,11 +311,11 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     one = plan(step, rated(4), Replication(batch="global", replicas=4))
     assert one.best.samples == 8
     assert not any("divided" in remark for remark in remarks_of(one))
-    assert one.best.found is not None
+    assert one.best.result is not None
     full = plan(step, rated(4), Replication(replicas=4))
-    assert full.best.found is not None
-    assert one.best.found.problem.graph.flops.sum() * 4 == pytest.approx(
-        full.best.found.problem.graph.flops.sum(), rel=0.05
+    assert full.best.result is not None
+    assert one.best.result.problem.graph.flops.sum() * 4 == pytest.approx(
+        full.best.result.problem.graph.flops.sum(), rel=0.05
     )
 
 
@@ -372,7 +372,7 @@ def test_a_part_of_a_batch_has_its_part_of_costs_and_activations_alone() -> None
 def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
     graph, cluster = random_training(seed), nodes(2, 2)
     search = replace(SEARCH, seed=seed)
-    planned = plan(graph, cluster, Replication(replicas=1), search).found
+    planned = plan(graph, cluster, Replication(replicas=1), search).result
     plain = optimize_job(Job(source=graph, cluster=cluster, search=search))
     assert planned.placement.devices == plain.placement.devices
     assert planned.placement.priority == plain.placement.priority
@@ -399,10 +399,10 @@ def test_a_plan_fits_and_is_what_its_simulation_says(
             optimize_job(Job(source=graph, cluster=cluster, search=SEARCH))
         return
     for split in found.splits:
-        if split.found is None or split.step is None:
+        if split.result is None or split.step is None:
             assert split.why
             continue
-        problem, placement = split.found.problem, split.found.placement
+        problem, placement = split.result.problem, split.result.placement
         assert Simulator(problem).run(*placement.arrays()).feasible
         groups = [[cluster.index(name) for name in group] for group in split.groups]
         alone = ReplicaSimulator(problem).step(placement)
@@ -442,7 +442,7 @@ def test_stopped_early_it_keeps_what_was_found() -> None:
         Impatient(),
     )
     assert found.left_out > 0
-    assert found.best.found is not None
+    assert found.best.result is not None
     assert any(remark.startswith("Stopped early") for remark in remarks_of(found))
 
 

@@ -1,0 +1,131 @@
+"""The sentences that users read about a plan of replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from envs.hardware.discover import hosts_of
+from envs.replication import Replication
+from envs.runtime import reduces_in_backward
+from graphs.graph import PHASES
+from placer.messages import NO_OPTIMIZER, extraction_remarks
+from placer.milliseconds import milliseconds
+from placer.replicate.result import ReplicaPlan, Split
+
+
+def verdict_of(plan: ReplicaPlan) -> str:
+    """Return the best split and how it compares to pure data parallelism and pure placement."""
+    best, step = plan.best, plan.best.step
+    assert step is not None
+    devices = "1 device" if best.devices_each == 1 else f"{best.devices_each} devices"
+    replicas = "One replica on" if best.replicas == 1 else f"{best.replicas} replicas of"
+    each = " each" if best.replicas > 1 else ""
+    text = f"{replicas} {devices}{each}: {best.samples_per_s:.4g} samples/s{_gain(plan, best)}, "
+    text += f"a step of {milliseconds(step.step_s)} ms"
+    if plan.requested.accumulate > 1:
+        text += f" in {plan.requested.accumulate} passes"
+    if best.replicas > 1:
+        text += (
+            f", with {milliseconds(step.exposed_s)} ms of exposed and "
+            f"{milliseconds(step.hidden_s)} ms of hidden communication"
+        )
+    others = (
+        ("pure data parallelism", plan.pure(replicas=True)),
+        ("pure placement", plan.pure(replicas=False)),
+    )
+    compared = [
+        f"It is {name}." if other is best else _against(plan, name, other)
+        for name, other in others
+        if other is not None and best.devices > 1
+    ]
+    return " ".join([f"{text}.", *compared])
+
+
+def remarks_of(plan: ReplicaPlan) -> list[str]:
+    """Return remarks that qualify the numbers of a plan, one sentence each."""
+    remarks = ["Nothing was run: all times are simulated.", *_assumptions(plan), *_limits(plan)]
+    if plan.extraction is not None:
+        remarks += extraction_remarks(plan.extraction)
+    return remarks
+
+
+def run_obstacle(replicas: Replication) -> str:
+    """Return why ``placer.run`` cannot start these replicas, or "" if it can."""
+    hosts = [hosts_of(group) for group in replicas.groups]
+    if max(map(len, hosts)) > 1:
+        return (
+            "A replica spans hosts, so this plan is simulated only; "
+            "placer.parallel.PipelinedReplica runs a chain of stages from Python."
+        )
+    ranks = Counter(names[0] for names in hosts)
+    if len(set(ranks.values())) > 1:
+        counts = ", ".join(f"{host}: {count}" for host, count in ranks.items())
+        return f"Hosts have different numbers of replicas ({counts}): start a torchrun on each."
+    return ""
+
+
+def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
+    best, requested, extraction = plan.best, plan.requested, plan.extraction
+    trains = extraction is None or extraction.step.training
+    phases = {PHASES[i] for i in set(plan.problem.graph.phase.tolist())}
+    parts = [requested.parts(split.replicas) for split in plan.splits]
+    if extraction is None and any(n > 1 and not requested.uneven_parts(n) for n in parts):
+        yield (
+            "Costs and activations of a smaller batch are those of the whole batch, divided: ops "
+            "that need a large batch to use their device take longer."
+        )
+    if not trains:
+        yield "Inference has no gradients: replicas do not wait for each other."
+    elif "backward" not in phases:
+        yield "The graph has no backward pass: gradients are ready at the end of each op."
+    if requested.batch == "global" and requested.samples is None:
+        yield "The batch size is not known, so the batch is divided into any number of parts."
+    if trains and "optimizer" not in phases:
+        yield NO_OPTIMIZER
+    if best.replicas > 1 and best.devices_each > 1:
+        yield "Contention between reductions and transfers within a replica is not simulated."
+    if best.replicas > 1 and requested.payload != "fp32" and requested.coding_bytes_per_s is None:
+        yield f"Encoding and decoding {requested.payload} gradients is assumed to take no time."
+    if best.replicas > 1 and not reduces_in_backward(plan.problem.cluster):
+        yield (
+            "Pinned cores deliver all gradients at the end, so no communication is hidden. It is "
+            "simulated at the speed of their links; gloo is slower."
+        )
+    if idle := plan.problem.device_count - best.devices:
+        yield f"{idle} of {plan.problem.device_count} devices are left idle."
+
+
+def _limits(plan: ReplicaPlan) -> Iterator[str]:
+    if any(point.beyond_cluster for point in plan.curve):
+        yield (
+            f"Beyond {plan.problem.device_count} devices the outermost level of the network is "
+            "assumed to have more ranks."
+        )
+    if large := [point.replicas for point in plan.curve if not point.fits]:
+        yield (
+            f"The batch does not fit on {max(large)} replicas or fewer: their steps are those "
+            "of devices with more memory."
+        )
+    if obstacle := run_obstacle(plan.replicas):
+        yield obstacle
+    if plan.left_out:
+        yield f"Stopped early: {plan.left_out} searches were not made."
+
+
+def _gain(plan: ReplicaPlan, split: Split) -> str:
+    single, is_shared = plan.pure(replicas=True), plan.requested.batch == "global"
+    if single is None or single.step is None or split.devices == 1 or is_shared:
+        return ""
+    return f", {split.samples_per_s / single.one_samples_per_s:.3g}x one device"
+
+
+def _against(plan: ReplicaPlan, name: str, other: Split) -> str:
+    if other.step is None:
+        return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
+    ratio = plan.best.samples_per_s / other.samples_per_s
+    details = f"steps of {milliseconds(other.step.step_s)} ms for {other.samples} samples"
+    details += _gain(plan, other)
+    if other.replicas > 1:
+        details += f", {milliseconds(other.step.exposed_s)} ms of exposed communication"
+    return f"That is {ratio:.2f}x {name} ({other.name}: {details})."
