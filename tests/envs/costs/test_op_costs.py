@@ -14,7 +14,7 @@ from torch import nn
 from envs.core_runtime import CoreRuntime
 from envs.costs import ops as module
 from envs.costs.cache import CostCache, Session
-from envs.costs.cached_costs import OpCosts, conditions_of, session_of
+from envs.costs.cached_costs import MeasuredCosts, OpCosts, conditions_of, session_of
 from envs.costs.ops import profile_runs
 from envs.costs.roofline import check_cluster
 from envs.costs.signatures import op_signatures
@@ -110,6 +110,21 @@ def test_the_noise_of_a_single_run_is_unknown_and_ops_that_did_not_fit_do_not_co
     assert found.spread is None
     assert (found.cost_s["a"], found.cost_s["b"]) == (1.0, 3.0)
     assert np.isnan(found.cost_s["c"])
+
+
+@pytest.mark.usefixtures("cache")
+def test_cached_times_include_the_launch_that_costs_leave_out() -> None:
+    (device,) = discover(CORE).devices
+    costs = MeasuredCosts(
+        profile=lambda devices: {device.kind: np.full((3, 1), 5.0) for device in devices},
+        method="",
+        signatures=["a"],
+        launched=True,
+    )
+    measured = costs.costs({"core": replace(device, launch_s=2.0)})
+    assert measured["core"].cost_s.tolist() == [5.0]
+    cached = costs.costs({"core": replace(device, launch_s=3.0)})
+    assert cached["core"].cost_s.tolist() == [5.0 + 2.0 - 3.0]
 
 
 def test_what_was_measured_often_enough_is_not_measured_again(

@@ -56,6 +56,9 @@ def assert_equals_twin(case: Case) -> None:
     assert bool(schedule.why) != schedule.feasible
     if twin.blocked:
         assert schedule.step_ns == step_ns == INFEASIBLE_NS
+        assert not any((*schedule.start_ns, *schedule.end_ns, *schedule.peak_bytes))
+        assert set(schedule.cause.tolist()) == {-1}
+        assert len(schedule.transfers) == 0
         return
     assert step_ns == (twin.step_ns if fits else INFEASIBLE_NS)
     assert schedule.step_ns == twin.step_ns
