@@ -138,11 +138,6 @@ class CoreExecutor:
         limits: {device name: bytes} that each worker may use; the default is the device's memory.
         latency_s: latency of a hand-off between workers, for CPU-clock times.
         step_timeout_s: a step that takes longer counts as hung.
-
-    Raises:
-        ValueError: a device is not a set of cores of this machine.
-        WorkerError: the workers do not start.
-        OSError: there is too little memory, or too many processes or open files.
     """
 
     def __init__(
@@ -183,11 +178,7 @@ class CoreExecutor:
         )
 
     def pool(self) -> WorkerPool:
-        """Return the workers; new ones if the last placement ended them.
-
-        Raises:
-            DevicesLostError: no new workers can be started.
-        """
+        """Return the workers; new ones if the last placement ended them."""
         if self._pool.closed:
             try:
                 self._pool = self._new_pool()

@@ -55,11 +55,7 @@ class LoadedStep(Protocol):
     """A step that devices are ready to run."""
 
     def run(self) -> TimedStep | Failure:
-        """Run it, as often as one run of a round takes.
-
-        Raises:
-            DevicesLostError: neither this step nor any other can be run.
-        """
+        """Run it, as often as one run of a round takes."""
         ...
 
     def close(self) -> None:

@@ -50,20 +50,11 @@ class Runtime(Protocol):
         """Return the costs of the nodes of the graph, {device kind: costs}, measured or cached.
 
         ``fresh`` ignores the cache but still stores the new measurements.
-
-        Raises:
-            ValueError: a device that is not on this machine lacks rates.
-            WorkerError: an op cannot run on a device.
-            ExtractionError: the graph is a module graph that cannot be timed.
         """
         ...
 
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
-        """Return the cached costs, or None if any would have to be measured.
-
-        Raises:
-            ValueError: a device does not exist on this machine.
-        """
+        """Return the cached costs, or None if any would have to be measured."""
         ...
 
     def planned(self, cluster: Cluster) -> Cluster:
@@ -88,21 +79,11 @@ class Runtime(Protocol):
             predicted_s: predicted step times of the placements to run; timeouts follow from the
                 longest, the number of rounds from the first.
             rounds: counted runs of every placement.
-
-        Raises:
-            WorkerError: the workers do not start.
-            OSError: there is too little memory, or too many processes or open files.
         """
         ...
 
     def apply(self, placement: Placement) -> PlacedModel | PlacedModule | HookedModule:
-        """Return the model, ready to run as placed.
-
-        Raises:
-            ExtractionError: the extraction cannot be run.
-            ValueError: the placement belongs to another graph.
-            WorkerError: the workers do not start.
-        """
+        """Return the model, ready to run as placed."""
         ...
 
 
@@ -110,10 +91,6 @@ def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = Fal
     """Return the runtime for the devices of a cluster.
 
     Devices that are not on this machine are simulated op by op, like cores.
-
-    Raises:
-        ExtractionError: torch devices cannot run the extraction.
-        ValueError: ``overlap`` is set, but copies cannot overlap on these devices.
     """
     from envs.core_runtime import CoreRuntime
     from envs.torch_runtime import TorchRuntime
@@ -144,11 +121,6 @@ def backend_named(
         runtime: what runs the model behind the problem, if there is one.
         rounds: counted runs of every measured placement.
         until_closed: exit stack that closes what is started here.
-
-    Raises:
-        ValueError: the name is unknown, or there is no model to run.
-        WorkerError: a worker did not start.
-        OSError: there is too little memory, or too many processes or open files.
     """
     if name not in BACKENDS:
         raise ValueError(
@@ -174,34 +146,21 @@ def costed(
     fresh: bool = False,
     progress: ProgressCallback | None = None,
 ) -> nx.DiGraph[str]:
-    """Return a copy of ``graph``, which has the nodes of the runtime's, with their costs.
-
-    Raises:
-        ValueError, WorkerError, ExtractionError: as for :meth:`Runtime.costs`.
-    """
+    """Return a copy of ``graph``, which has the nodes of the runtime's, with their costs."""
     from envs.costs.cached_costs import with_op_costs
 
     return with_op_costs(graph, runtime.costs(cluster, fresh=fresh, progress=progress))
 
 
 def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
-    """Return the problem of placing a step; devices and ops are measured where needed.
-
-    Raises:
-        ValueError: a device does not exist on this machine.
-        WorkerError, ExtractionError: as for :meth:`Runtime.costs`.
-    """
+    """Return the problem of placing a step; devices and ops are measured where needed."""
     cluster = calibrated(cluster)
     graph = costed(runtime, runtime.graph, cluster)
     return Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
 
 
 def known_problem(runtime: Runtime, cluster: Cluster) -> Problem | None:
-    """Return the problem from the cache; None if anything would have to be measured.
-
-    Raises:
-        ValueError: a device does not exist on this machine.
-    """
+    """Return the problem from the cache; None if anything would have to be measured."""
     from envs.costs.cached_costs import with_op_costs
 
     before = calibrated_before(cluster)
@@ -217,11 +176,6 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
 
     Values that the cluster gives stay as they are. Measurements are cached in a file, see
     :mod:`envs.costs.calibrate`, unless other processes used the cores. ``again`` forces a new one.
-
-    Raises:
-        ValueError: a device is not on this machine, or cores are mixed with torch devices.
-        WorkerError: a worker did not start.
-        OSError: there is too little memory, or too many processes or open files.
     """
     from envs.costs.calibrate import filled
 
@@ -231,11 +185,7 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
 
 
 def calibrated_before(cluster: Cluster) -> Cluster | None:
-    """Return the cluster filled in from the cache, or None if it would have to be measured.
-
-    Raises:
-        ValueError: a device is not on this machine, or cores are mixed with torch devices.
-    """
+    """Return the cluster filled in from the cache, or None if it would have to be measured."""
     from envs.costs.calibrate import filled
 
     known = _calibration(cluster).known()
@@ -251,11 +201,7 @@ def reduces_in_backward(cluster: Cluster) -> bool:
 
 
 def tensor_device(name: str) -> torch.device:
-    """Return the torch device that holds tensors of a device; for pinned cores it is the CPU.
-
-    Raises:
-        ValueError: there is no such device on this machine.
-    """
+    """Return the torch device that holds tensors of a device; for pinned cores it is the CPU."""
     from envs.hardware.torch_devices import CPU, torch_device
 
     return CPU if is_core(name) else torch_device(name)

@@ -156,10 +156,6 @@ class TorchExecutor:
         timeout_s: a run that takes longer counts as hung. A hung op can only be ended with this
             process, which then exits with a message.
         overlap: run exported calls with copies that overlap with compute.
-
-    Raises:
-        ValueError: a device does not exist on this machine, or ``overlap`` is set for a graph of
-            modules.
     """
 
     def __init__(
@@ -356,9 +352,6 @@ def placed_module(
         devices: device of every node of ``calls``, (M,).
         priority: priority of every node, (M,); calls are launched in descending order.
         overlap: run with copies that overlap with compute.
-
-    Raises:
-        ValueError: ``overlap`` is set for a graph of modules.
     """
     if overlap:
         check_overlap(calls)
@@ -369,11 +362,7 @@ def placed_module(
 
 
 def check_overlap(calls: CallGraph | ModuleMap) -> None:
-    """Check that copies can overlap with compute.
-
-    Raises:
-        ValueError: the model's own code runs, with hooks on its modules; says what to do.
-    """
+    """Check that copies can overlap with compute."""
     if isinstance(calls, ModuleMap):
         raise ValueError(
             "a placed graph of modules runs the model's own code, which waits for each tensor that "

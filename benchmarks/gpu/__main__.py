@@ -186,17 +186,15 @@ def trained(
 
 
 def rebuilding(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Time placing again: with weights moved, with copies of them kept, with weights in place."""
+    """Time placing again: with weights moved, and with weights in place."""
     calls = bench.runtime.calls
     names = [torch_device(name) for name in cluster.names]
     shares = np.random.default_rng(0)
     problem = bench.problem()
-    for what, keep, share in (("moved", False, 0.5), ("kept", True, 0.5), ("at home", False, 1.0)):
+    for what, share in (("moved", 0.5), ("at home", 1.0)):
         step = copy.deepcopy(bench.extraction.step)
         module = PlacedModule(
-            replaced(bench, step),
-            calls.devices_of_calls([names[0]] * len(calls.graph)),
-            keep_copies=keep,
+            replaced(bench, step), calls.devices_of_calls([names[0]] * len(calls.graph))
         )
         seconds = []
         for _ in range(REBUILDS):

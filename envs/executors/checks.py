@@ -13,28 +13,22 @@ from graphs.extract import Workload
 
 
 def checked_rate(rate: float) -> float:
-    """Return a learning rate that is valid.
-
-    Raises:
-        ValueError: it is negative or not finite.
-    """
+    """Return a learning rate that is valid."""
     if not (math.isfinite(rate) and rate >= 0):
         raise ValueError(f"learning rate {rate} is not a number >= 0")
     return rate
 
 
-def load_kept(kept: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-    """Copy the state of an optimizer into the one kept here.
-
-    Raises:
-        ValueError: names, shapes or dtypes differ.
-    """
-    for name in sorted(kept.keys() | state.keys()):
-        here = _form(kept[name]) if name in kept else "nothing"
-        given = _form(state[name]) if name in state else "nothing"
-        if here != given:
-            raise ValueError(f"{name} of the optimizer is {here} here, but {given} was given")
-    for name, tensor in kept.items():
+def load_optimizer_state(
+    current: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy the state of an optimizer into its current one; names, shapes and dtypes must agree."""
+    for name in sorted(current.keys() | state.keys()):
+        here = _form(current[name]) if name in current else "nothing"
+        there = _form(state[name]) if name in state else "nothing"
+        if here != there:
+            raise ValueError(f"{name} of the optimizer is {here} here, but {there} was given")
+    for name, tensor in current.items():
         tensor.copy_(state[name])
 
 
@@ -45,23 +39,19 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
         step: the step that was extracted, with its example inputs.
         inputs: positional inputs; of an inference step with a loss, with or without target.
         keywords: further inputs, in any order.
-
-    Raises:
-        ValueError: an input is missing or unexpected, has another shape or dtype than in the
-            example, or is not a tensor and has another value.
     """
     if len(inputs) == len(step.inputs) > len(step.step_inputs):
         inputs = inputs[:-1]
-    given = leaves_by_path(inputs, keywords)
+    batch = leaves_by_path(inputs, keywords)
     examples = leaves_by_path(step.step_inputs, step.keywords)
-    for path in given:
+    for path in batch:
         if path not in examples:
             raise ValueError(f"the batch holds input {path}, the example inputs do not")
     for path, example in examples.items():
-        if path not in given:
+        if path not in batch:
             raise ValueError(f"the batch lacks input {path} of the example inputs")
-        _check(path, given[path], example)
-    return [given[path] for path in examples]
+        _check(path, batch[path], example)
+    return [batch[path] for path in examples]
 
 
 def unpacked(

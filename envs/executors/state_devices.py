@@ -6,16 +6,18 @@ valid; gradients move along.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from graphs.extract import Workload
 from graphs.workload import LOSS
+
+STATE_ROLES: Final = ("parameter", "buffer")
+"""Roles of the sources of a program that are states."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +48,7 @@ class State:
 
 
 def states_of(step: Workload) -> dict[str, State]:
-    """Return the parameters and buffers of a step, by every name of each.
-
-    Raises:
-        ValueError: one is on the meta device.
-    """
+    """Return the parameters and buffers of a step, by every name of each."""
     roots = {"": step.model}
     if step.training and isinstance(step.loss, nn.Module):
         roots[f"{LOSS}."] = step.loss
@@ -86,33 +84,18 @@ def put_back(step: Workload, values: Mapping[str, torch.Tensor]) -> None:
             state.set_data(tensor, values[name])
 
 
-_Known: TypeAlias = tuple["weakref.ref[torch.Tensor]", int, bool]
-
-
 class StateDevices:
-    """Keeps states on their home devices.
+    """Keeps states on their home devices; ``moved_bytes`` counts the bytes sent so far."""
 
-    A tensor that moves also stays where it was if it ``may_stay``, and is not sent there again as
-    long as its value is the same. That must be False for state that the step itself writes. State
-    that has a gradient or got one is always sent: writes of fused optimizers are not detected.
-    Neither are writes through ``tensor.data``. ``moved_bytes`` counts the bytes sent so far.
-    """
-
-    def __init__(self, states: Sequence[State], may_stay: Sequence[bool]) -> None:
+    def __init__(self, states: Sequence[State]) -> None:
         self._states = states
-        self._may_stay = may_stay
-        self._copies: list[dict[torch.device, torch.Tensor]] = [{} for _ in states]
-        self._known: list[_Known | None] = [None] * len(states)
         self._homes: Sequence[torch.device | None] = [None] * len(states)
-        modules = {module: None for state in states for module in state.modules}
-        self._recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
         self.moved_bytes = 0
 
     def place(self, homes: Sequence[torch.device | None]) -> None:
         """Set the home of every state, and move it there; a state without one stays put.
 
-        Raises:
-            torch.OutOfMemoryError: a device has no room; then all homes stay as they were.
+        If a device has no room, all homes stay as they were.
         """
         before = self._homes
         self._homes = homes
@@ -123,62 +106,24 @@ class StateDevices:
             raise
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all states at home; those that were moved elsewhere are moved back.
-
-        Raises:
-            ValueError: names that were tied now refer to several tensors.
-        """
+        """Return all states at home; those that were moved elsewhere are moved back."""
         tensors = []
-        for i, (state, home) in enumerate(zip(self._states, self._homes, strict=True)):
+        for state, home in zip(self._states, self._homes, strict=True):
             tensor = state.tensor
             if any(holder[name] is not tensor for holder, name in state.slots[1:]):
                 raise ValueError(
                     f"{state.name} is tied no longer: extract and place the model again"
                 )
             if tensor is not None and home is not None and tensor.device != home:
-                tensor = self._move(i, tensor, home)
+                tensor = self._move(state, tensor, home)
             tensors.append(tensor)
         return tensors
 
-    def renew_recurrent(self) -> None:
-        """Renew the lists of weights that torch passes to kernels of recurrent layers."""
-        for module in self._recurrent:
-            module._init_flat_weights()
-
     @torch.no_grad()
-    def _move(self, index: int, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-        copies, known = self._copies[index], self._known[index]
-        if not _is_same(known, tensor):
-            copies.clear()  # its value has changed
-        copies[tensor.device] = tensor.detach()
-        if home not in copies:
-            copies[home] = tensor.detach().to(home)
-            self.moved_bytes += tensor.nbytes
+    def _move(self, state: State, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
+        self.moved_bytes += tensor.nbytes
         gradient, tensor.grad = tensor.grad, None
-        tensor = self._states[index].set_data(tensor, copies[home])
+        tensor = state.set_data(tensor, tensor.detach().to(home))
         if gradient is not None:
             tensor.grad = gradient.to(home)
-        if gradient is not None or not self._may_stay[index]:
-            copies.clear()
-        elif tensor.requires_grad and not (known and known[0]() is tensor and known[2]):
-            self._drop_copies_at_gradient(index, tensor)
-        self._known[index] = weakref.ref(tensor), tensor._version, tensor.requires_grad
         return tensor
-
-    def _drop_copies_at_gradient(self, index: int, tensor: torch.Tensor) -> None:
-        this = weakref.ref(self)  # the model's hook must not keep the copies alive
-
-        def drop_copies(_: torch.Tensor) -> None:
-            devices = this()
-            if devices is not None:
-                devices._copies[index].clear()
-
-        # torch leaves this call untyped.
-        tensor.register_post_accumulate_grad_hook(drop_copies)  # type: ignore[no-untyped-call]
-
-
-def _is_same(known: _Known | None, tensor: torch.Tensor) -> bool:
-    """Return whether it is the known tensor, with no change of value or requires_grad seen."""
-    if known is None or known[0]() is not tensor:
-        return False
-    return known[1:] == (tensor._version, tensor.requires_grad)

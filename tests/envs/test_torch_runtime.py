@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import placer
 from envs.backend import measurements
 from envs.costs.calls import profile_calls
-from envs.executors.state_devices import StateDevices
+from envs.executors.state_devices import State, StateDevices
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.watchdog import STUCK
 from envs.hardware import torch_devices
@@ -213,11 +213,11 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
     moved: list[torch.device] = []
     move = StateDevices._move
 
-    def cramped(homes: StateDevices, index: int, tensor: Tensor, home: torch.device) -> Tensor:
+    def cramped(devices: StateDevices, state: State, tensor: Tensor, home: torch.device) -> Tensor:
         if home.type == "vdev" and len(moved) == 2:
             raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
         moved.append(home)
-        return move(homes, index, tensor, home)
+        return move(devices, state, tensor, home)
 
     with opened(small) as backend:
         with monkeypatch.context() as patch:

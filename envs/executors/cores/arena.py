@@ -26,11 +26,7 @@ class Arena:
     """Tensors at fixed offsets of a shared mapping, by value and by result index of a program."""
 
     def __init__(self, program: StepProgram, descriptor: int | None = None) -> None:
-        """Map the arena of a program: a new one, or the one behind a file descriptor.
-
-        Raises:
-            OSError: there is not enough address space or memory.
-        """
+        """Map the arena of a program: a new one, or the one behind a file descriptor."""
         self.program = program
         self.values: dict[int, int] = {}
         self.results: list[int] = []
@@ -142,11 +138,7 @@ def load_state(arena: Arena, step: Workload) -> None:
 def load_batch(
     arena: Arena, step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> None:
-    """Copy the tensors of a batch into the arena.
-
-    Raises:
-        ValueError: as :func:`matched_leaves`.
-    """
+    """Copy the tensors of a batch into the arena."""
     slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
     leaves = matched_leaves(step, inputs, keywords)
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

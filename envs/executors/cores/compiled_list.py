@@ -32,21 +32,16 @@ BY_STRIDES: Final = "aten.as_strided.default"
 
 
 def operator(target: str) -> Callable[..., Any]:
-    """Return the torch operator with a name such as "aten.mm.default".
-
-    Raises:
-        ValueError: this process has no such operator.
-    """
+    """Return the torch operator with a name such as "aten.mm.default"."""
     namespace, packet, overload = target.split(".")
     try:
-        found: Callable[..., Any] = getattr(
-            getattr(getattr(torch.ops, namespace), packet), overload
-        )
+        packets = getattr(torch.ops, namespace)
+        function: Callable[..., Any] = getattr(getattr(packets, packet), overload)
     except AttributeError:
         raise ValueError(
             f"a worker knows no operator {target}: custom operators must be importable there"
         ) from None
-    return found
+    return function
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -117,9 +112,8 @@ class CompiledList:
         }
         self.steps: list[Callable[[dict[int, Any]], None]] = []
         self.made = [value for i in instructions for value in self._writes(i)]
-        dying = self._last_uses(instructions)
-        for position, instruction in enumerate(instructions):
-            self.steps.append(self._step(instruction, dying[position]))
+        for instruction, dying in zip(instructions, self._last_uses(instructions), strict=True):
+            self.steps.append(self._step(instruction, dying))
         self.results = [i.result for i in instructions if isinstance(i, Give)]
 
     def forget(self) -> None:

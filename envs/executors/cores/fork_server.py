@@ -88,11 +88,7 @@ class ForkServer:
     """The parent's side of the server; one per process, see :func:`fork_worker`."""
 
     def __init__(self) -> None:
-        """Start the server's process; it imports while this process goes on.
-
-        Raises:
-            OSError: there are too many processes or open files, or too little memory.
-        """
+        """Start the server's process; it imports while this process goes on."""
         self.owner = os.getpid()
         self._statuses: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -115,12 +111,7 @@ class ForkServer:
     def fork(
         self, cores: Sequence[int], pipe: int, errors: int, shared: Sequence[int], timeout_s: float
     ) -> ForkedProcess:
-        """Fork a worker; see :func:`fork_worker`.
-
-        Raises:
-            ServerEndedError: the server ended; the message is the last line of its stderr.
-            OSError: the server did not answer.
-        """
+        """Fork a worker; see :func:`fork_worker`."""
         request = tuple(cores), (pipe, *shared)
         with self._lock:
             try:
@@ -184,9 +175,6 @@ def fork_worker(
         errors: file descriptor that becomes its stderr.
         shared: file descriptors that it inherits under the same numbers.
         timeout_s: how long the server may take, imports included.
-
-    Raises:
-        OSError: there are too many processes or open files, or too little memory.
     """
     try:
         return running_server().fork(cores, pipe, errors, shared, timeout_s)

@@ -70,9 +70,6 @@ def device_lists(
         order: all ops, each after the ops it reads from; usually by simulated start time. An op
             that writes in place is moved after all that read what it writes.
         device_count: number of devices; a device without ops gets an empty list.
-
-    Raises:
-        ValueError: ``order`` runs an op before one that it reads from.
     """
     return _Lists(program, devices, device_count).build(_updates_last(program, order))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from envs.executors.checks import checked_rate, load_kept, unpacked
+from envs.executors.checks import checked_rate, load_optimizer_state, unpacked
 from envs.executors.cores.arena import begin_updates, count_update, load_batch
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.instruction_lists import device_lists
@@ -181,7 +181,7 @@ class PlacedModel:
 
         ``step.<parameter>`` counts the updates of adam and adamw.
         """
-        return {name: tensor.clone() for name, tensor in self._kept().items()}
+        return {name: tensor.clone() for name, tensor in self._optimizer_state().items()}
 
     def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state from :meth:`optimizer_state`.
@@ -189,9 +189,9 @@ class PlacedModel:
         Raises:
             ValueError: it is the state of another optimizer or model.
         """
-        load_kept(self._kept(), state)
+        load_optimizer_state(self._optimizer_state(), state)
 
-    def _kept(self) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
         value = self._pool.arena.value
         return {
             f"step.{s.name}" if s.role == "step_count" else s.name: value(s.value)

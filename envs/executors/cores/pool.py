@@ -68,13 +68,7 @@ class WorkerPool:
         step_timeout_s: float = 60.0,
         op_names: Sequence[str] = (),
     ) -> None:
-        """Start the workers and wait until they are ready.
-
-        Raises:
-            ValueError: a device is not a set of cores of this machine, or two share a core.
-            WorkerError: a worker did not start.
-            OSError: there is too little memory, or too many processes or open files.
-        """
+        """Start the workers and wait until they are ready."""
         cores = [cores_of(device.name) for device in devices]
         if len({core for each in cores for core in each}) < sum(map(len, cores)):
             names = ", ".join(device.name for device in devices)
@@ -115,11 +109,7 @@ class WorkerPool:
         return not self._open
 
     def load(self, lists: Sequence[Sequence[Instruction]]) -> int:
-        """Give every worker its list; return the number that runs them.
-
-        Raises:
-            WorkerError: a worker could not compile its list.
-        """
+        """Give every worker its list; return the number that runs them."""
         self._number += 1
         self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
         self._ask(
@@ -131,20 +121,12 @@ class WorkerPool:
         return self._number
 
     def unload(self, number: int) -> None:
-        """Let every worker drop the list with this number.
-
-        Raises:
-            WorkerError: a worker died.
-        """
+        """Let every worker drop the list with this number."""
         del self._lists[number]
         self._call("unload", number=number)
 
     def run(self, number: int, *, give: bool = False) -> StepRun:
-        """Run one step on all devices; with ``give`` its results are then in the arena.
-
-        Raises:
-            WorkerError: a worker died, an op raised, or the step took longer than the timeout.
-        """
+        """Run one step on all devices; with ``give`` its results are then in the arena."""
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED
         start_ns = time.perf_counter_ns() + LEAD_NS
@@ -161,11 +143,7 @@ class WorkerPool:
         return StepRun((max(answer.end_ns for answer in active) - first_ns) * 1e-9, cpu_s)
 
     def count_memory(self) -> None:
-        """Release unused memory in all workers, and count their peaks from here on.
-
-        Raises:
-            WorkerError: a worker died.
-        """
+        """Release unused memory in all workers, and count their peaks from here on."""
         self._call("count_memory")
 
     def peak_memory_bytes(self) -> dict[str, int]:
@@ -174,30 +152,18 @@ class WorkerPool:
         Shared memory counts in every worker that touches it: parameters that it reads, values that
         it sends or receives. So do workspaces of kernels, and what libraries keep. By device name;
         {} where the kernel cannot reset peaks.
-
-        Raises:
-            WorkerError: a worker died.
         """
         names = [device.name for device in self.devices]
         peaks: list[int | None] = self._call("peak_memory_bytes")
         return {name: peak for name, peak in zip(names, peaks, strict=True) if peak is not None}
 
     def random_state(self) -> list[torch.Tensor]:
-        """Return the state of each worker's random number generator, uint8, by device.
-
-        Raises:
-            WorkerError: a worker died.
-        """
+        """Return the state of each worker's random number generator, uint8, by device."""
         states: list[bytes] = self._call("random_state")
         return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states]
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Load the states from :meth:`random_state`.
-
-        Raises:
-            ValueError: the number of workers differs.
-            WorkerError: a worker died, or refused a state.
-        """
+        """Load the states from :meth:`random_state`."""
         if len(states) != len(self._workers):
             raise ValueError(f"{len(states)} states are not for {len(self._workers)} workers")
         self._ask([("load_random_state", {"state": s.numpy().tobytes()}) for s in states])

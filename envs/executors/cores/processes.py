@@ -27,9 +27,6 @@ class WorkerProcess:
             cores: cores to pin it to.
             shared: file descriptors that it inherits.
             timeout_s: see :meth:`bound`.
-
-        Raises:
-            OSError: there are too many processes or open files, or too little memory.
         """
         self.device = device
         self.connection, theirs = Pipe()

@@ -67,7 +67,7 @@ class HookedModule(nn.Module):
         self._paths = module_paths(step)
         self._states = list(dict.fromkeys(states_of(step).values()))
         self._first_devices = [state.tensor.device for state in self._states]
-        self._state_devices = StateDevices(self._states, [False] * len(self._states))
+        self._state_devices = StateDevices(self._states)
         self._hooks: ModuleHooks | None = None
         self.training = step.training
         self._modes: dict[nn.Module, bool] = {}
@@ -91,7 +91,7 @@ class HookedModule(nn.Module):
         placed = self._checked(devices)
         on = {module: _device_of(module, path, placed) for module, path in self._paths.items()}
         self._state_devices.place([_home(state, on) for state in self._states])
-        self._state_devices.renew_recurrent()
+        self._renew_recurrent()
         outside = ModuleDevice(placed.get("", next(iter(placed.values()))), gathers="" in placed)
         if self._hooks is None:
             self._hooks = ModuleHooks(on, outside)
@@ -105,7 +105,7 @@ class HookedModule(nn.Module):
             self._hooks.close()
             self._hooks = None
             self._state_devices.place(self._first_devices)
-            self._state_devices.renew_recurrent()
+            self._renew_recurrent()
 
     def __enter__(self) -> HookedModule:
         return self
@@ -125,7 +125,7 @@ class HookedModule(nn.Module):
         moved_bytes = self._state_devices.moved_bytes
         self._state_devices.tensors()
         if self._state_devices.moved_bytes > moved_bytes:
-            self._state_devices.renew_recurrent()
+            self._renew_recurrent()
         step = replace(self._step, inputs=inputs, keywords=keywords)
         with ExitStack() as entered:
             if not (step.training and self.training):
@@ -165,6 +165,12 @@ class HookedModule(nn.Module):
                 module.training = mode and self._modes.get(module, True)
             self.training = mode
         return self
+
+    def _renew_recurrent(self) -> None:
+        """Renew the lists of weights that torch passes to kernels of recurrent layers."""
+        for module in self._paths:
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
 
     def _checked(self, devices: Mapping[str, torch.device | str]) -> dict[str, torch.device]:
         if not devices:

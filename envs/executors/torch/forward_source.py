@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from envs.executors.state_devices import STATE_ROLES
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.streams import arrived, sending
 from graphs.extract.export.forward import ForwardProgram
@@ -119,7 +120,7 @@ class _Writer:
         self.writes: defaultdict[int, int] = defaultdict(int)  # of each storage, so far
         self.transfers = 0
         self.sources = {source.value: source for source in self.program.sources}
-        states = (s for s in self.program.sources if s.role in ("parameter", "buffer"))
+        states = (s for s in self.program.sources if s.role in STATE_ROLES)
         self.states = {source.value: i for i, source in enumerate(states)}
         constants = (s for s in self.program.sources if s.role == "constant")
         self.constants = {source.value: i for i, source in enumerate(constants)}

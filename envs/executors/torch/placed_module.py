@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from envs.executors.checks import checked_rate, matched_leaves, unpacked
-from envs.executors.state_devices import StateDevices, states_of
+from envs.executors.state_devices import STATE_ROLES, StateDevices, states_of
 from envs.executors.torch.forward_source import ForwardWriter, LaunchOrder
 from envs.executors.torch.updates import Updates
 from graphs.extract import Extraction, extract
@@ -113,7 +113,6 @@ class PlacedModule(nn.Module):
         devices: Mapping[str, torch.device | str],
         order: Sequence[str] = (),
         *,
-        keep_copies: bool = False,
         overlap: bool = False,
     ) -> None:
         """Move the state and generate the forward pass.
@@ -122,8 +121,6 @@ class PlacedModule(nn.Module):
             extraction: the step that was placed; its model must not be on the meta device.
             devices: device of every call, by key (:meth:`CallGraph.devices_of_calls`).
             order: keys of calls, the first to be launched first; see :meth:`place`.
-            keep_copies: leave copies of parameters where they were, so that placing them there
-                again sends nothing; for searches, as long as there is memory.
             overlap: send tensors as soon as they are made, with CUDA on separate streams
                 through page-locked memory, so that copies overlap with compute.
 
@@ -141,9 +138,8 @@ class PlacedModule(nn.Module):
         self._writer = ForwardWriter(self._program)
         self._launch = LaunchOrder(self._program)
         self._readers = self._program.first_readers()
-        self._sources = [s for s in self._program.sources if s.role in ("parameter", "buffer")]
-        may_stay = [keep_copies and not self._writes(source.value) for source in self._sources]
-        self._states = StateDevices([states[s.name] for s in self._sources], may_stay)
+        self._sources = [s for s in self._program.sources if s.role in STATE_ROLES]
+        self._states = StateDevices([states[source.name] for source in self._sources])
         self._updates = Updates(extraction, step.optimizer) if step.optimizer is not None else None
         self._overlap = overlap
         self._constants: dict[torch.device, list[torch.Tensor]] = {}
@@ -331,21 +327,17 @@ class PlacedModule(nn.Module):
         """Return the home of every state, by value: with the call that reads it first."""
         return {value: placed[key] for value, key in self._readers.items()}
 
-    def _writes(self, value: int) -> bool:
-        """Return whether the program itself writes a state."""
-        storage = self._program.storage_of[value]
-        return any(storage in call.writes for call in self._program.calls)
-
 
 class _Beside(PlacedModule):
     """A placed module in its other mode: state that it only reads stays with the first one."""
 
     def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
         state = self._step.named_state()
+        written = frozenset().union(*(call.writes for call in self._program.calls))
         return super()._homes_of(placed) | {
             source.value: state[source.name].device
             for source in self._sources
-            if not self._writes(source.value)
+            if self._program.storage_of[source.value] not in written
         }
 
 

@@ -16,27 +16,21 @@ from typing import Any
 
 import torch
 
-from envs.executors.checks import load_kept
+from envs.executors.checks import load_optimizer_state
+from envs.executors.state_devices import STATE_ROLES
 from graphs.extract import Extraction
 from graphs.extract.export.forward import ForwardProgram
 from graphs.optimizer import STATE, Optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Parameters that are updated together, by name."""
+@dataclass(slots=True, eq=False)
+class UpdateGroup:
+    """Parameters that are updated together, by name and by index among the states."""
 
     names: tuple[str, ...]
     waits: bool  # for the end of the backward pass
-
-
-@dataclass(slots=True, eq=False)
-class _Together:
-    """Such a group, by index among the states, and its number of missing gradients."""
-
-    members: list[int]
-    waits: bool
-    missing: int = 0
+    members: tuple[int, ...]
+    missing: int = 0  # gradients
 
 
 class Updates:
@@ -51,11 +45,8 @@ class Updates:
         self.optimizer = optimizer
         self.learning_rate = optimizer.learning_rate
         sources = extraction.forward.sources
-        self._names = [s.name for s in sources if s.role in ("parameter", "buffer")]
-        self._groups = [
-            _Together([self._names.index(name) for name in together.names], together.waits)
-            for together in updated_together(extraction)
-        ]
+        self._names = [s.name for s in sources if s.role in STATE_ROLES]
+        self._groups = updated_together(extraction)
         self._states: list[torch.Tensor | None] = [None] * len(self._names)
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._counts: dict[int, torch.Tensor] = {}
@@ -67,12 +58,12 @@ class Updates:
     def settle(self, states: Sequence[torch.Tensor]) -> None:
         """Register the current states, and move their optimizer state to their devices."""
         moved = False
-        for together in self._groups:
-            for i in together.members:
+        for group in self._groups:
+            for i in group.members:
                 if self._states[i] is not states[i]:
                     self._states[i] = states[i]
-                    if states[i].requires_grad and not together.waits:
-                        self._hook(i, states[i], together)
+                    if states[i].requires_grad and not group.waits:
+                        self._hook(i, states[i], group)
                 if i not in self._kept or self._counts[i].device != states[i].device:
                     self._take_home(i, states[i])
                     moved = True
@@ -87,40 +78,36 @@ class Updates:
         """Update parameters during a backward pass in this context; old gradients are dropped."""
         for counts in self._by_device:
             torch._foreach_add_(counts, 1.0)
-        for together in self._groups:
-            together.missing = len(together.members)
-            for i in together.members:
+        for group in self._groups:
+            group.missing = len(group.members)
+            for i in group.members:
                 self._state(i).grad = None
         self._runs = True
         try:
             yield
         finally:
             self._runs = False
-        for together in self._groups:
-            if together.missing:
-                self._update(together)
+        for group in self._groups:
+            if group.missing:
+                self._update(group)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the optimizer state itself, as ``<slot>.<parameter>`` and ``step.<parameter>``."""
         slots = STATE[self.optimizer.kind]
-        found = {
+        state = {
             f"{slot}.{self._names[i]}": tensor
             for i, kept in self._kept.items()
             for slot, tensor in zip(slots, kept, strict=True)
         }
         if self.optimizer.counts_steps:
-            found |= {f"step.{self._names[i]}": count for i, count in self._counts.items()}
-        return found
+            state |= {f"step.{self._names[i]}": count for i, count in self._counts.items()}
+        return state
 
     def load(self, states: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
-        """Load the state from :meth:`state`; {} drops all optimizer state.
-
-        Raises:
-            ValueError: it is the state of another optimizer or model.
-        """
+        """Load the state from :meth:`state`; {} drops all optimizer state."""
         if kept:
             self.settle(states)
-            load_kept(self.state(), kept)
+            load_optimizer_state(self.state(), kept)
         else:
             self._kept.clear()
             self._counts.clear()
@@ -131,17 +118,17 @@ class Updates:
         assert state is not None, "not settled"
         return state
 
-    def _hook(self, index: int, parameter: torch.Tensor, together: _Together) -> None:
+    def _hook(self, index: int, parameter: torch.Tensor, group: UpdateGroup) -> None:
         if index in self._hooks:
             self._hooks[index].remove()
-        own = weakref.ref(self)  # the model's hook must not keep the optimizer state alive
+        this = weakref.ref(self)  # the model's hook must not keep the optimizer state alive
 
         def arrived(_: torch.Tensor) -> None:
-            updates = own()
+            updates = this()
             if updates is not None and updates._runs:
-                together.missing -= 1
-                if not together.missing:
-                    updates._update(together)
+                group.missing -= 1
+                if not group.missing:
+                    updates._update(group)
 
         # torch leaves this call untyped.
         hook = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -159,9 +146,9 @@ class Updates:
             self._counts[index] = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def _update(self, together: _Together) -> None:
-        members = [i for i in together.members if self._state(i).grad is not None]
-        together.missing = 0
+    def _update(self, group: UpdateGroup) -> None:
+        members = [i for i in group.members if self._state(i).grad is not None]
+        group.missing = 0
         if not members:
             return
         parameters = [self._state(i) for i in members]
@@ -193,7 +180,7 @@ def fused_update(
     getattr(torch, name)(parameters, gradients, *slots, lr=learning_rate, **numbers)
 
 
-def updated_together(extraction: Extraction) -> list[Together]:
+def updated_together(extraction: Extraction) -> list[UpdateGroup]:
     """Group parameters that have a gradient by the call that reads them first and by dtype.
 
     One that is also read without a gradient waits for the end of the backward pass.
@@ -201,13 +188,17 @@ def updated_together(extraction: Extraction) -> list[Together]:
     program, state = extraction.forward, extraction.step.named_state()
     trained = {id(state[name]) for name in extraction.program.gradients}
     readers, plain = program.first_readers(), _read_without_gradient(program)
-    found: dict[tuple[str, torch.dtype, bool], list[str]] = {}
+    groups: dict[tuple[str, torch.dtype, bool], list[str]] = {}
     for source in program.sources:
         if source.role == "parameter" and id(state[source.name]) in trained:
             waits = program.storage_of[source.value] in plain
             key = readers.get(source.value, source.name), state[source.name].dtype, waits
-            found.setdefault(key, []).append(source.name)
-    return [Together(tuple(names), waits) for (_, _, waits), names in found.items()]
+            groups.setdefault(key, []).append(source.name)
+    index = {s.name: i for i, s in enumerate(s for s in program.sources if s.role in STATE_ROLES)}
+    return [
+        UpdateGroup(tuple(names), waits, tuple(index[name] for name in names))
+        for (_, _, waits), names in groups.items()
+    ]
 
 
 def _remove(hooks: Mapping[int, torch.utils.hooks.RemovableHandle]) -> None:

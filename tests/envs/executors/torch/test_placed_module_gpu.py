@@ -117,24 +117,6 @@ def test_autocast_within_the_model_is_that_of_the_device() -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=0.05, atol=0.05)
 
 
-def test_weights_that_were_there_before_are_not_sent_again() -> None:
-    extraction = extracted("gpt2")
-    plain = copy.deepcopy(extraction.step)
-    here, there = all_on(extraction, "cpu"), all_on(extraction, GPU)
-    placed = PlacedModule(extraction, here, keep_copies=True)
-    placed.place(there)
-    sent = placed.moved_bytes
-    assert sent >= sum(p.nbytes for p in placed.parameters())
-    for devices in (here, there, random_devices(extraction, ["cpu", GPU], 2), there):
-        placed.place(devices)
-    assert placed.moved_bytes == sent
-    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
-    trained = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
-    placed.place(here)
-    assert placed.moved_bytes > sent, "what was trained is sent"
-    torch.testing.assert_close(dict(placed.state_dict()), trained, rtol=0, atol=0)
-
-
 def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
     extraction = extracted("tied_weights")
     placed = PlacedModule(extraction, all_on(extraction, "cpu"))

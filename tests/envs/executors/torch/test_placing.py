@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload, extract
-from graphs.optimizer import Optimizer
 from tests.helpers.extracted_steps import fresh, on
-from tests.helpers.tiny_models import Plain, forward
-from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
+from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import gradients, on_cpu
-from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
 
@@ -33,96 +28,6 @@ def test_gradients_move_with_their_parameters(device: torch.device) -> None:
     placed.place(on(extraction, device, lambda key: True))
     assert {own.device for own in gradients(placed).values()} == {device}
     torch.testing.assert_close(on_cpu(gradients(placed)), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("keep_copies", [True, False])
-def test_with_copies_kept_weights_go_to_a_device_once(
-    keep_copies: bool, device: torch.device
-) -> None:
-    extraction = fresh("conv_net")
-    here = on(extraction, device, lambda key: False)
-    there = on(extraction, device, lambda key: True)
-    placed = PlacedModule(extraction, here, keep_copies=keep_copies)
-    weights = sum(p.nbytes for p in placed.parameters())
-    statistics = sum(b.nbytes for b in placed.buffers())
-    TRANSFERS.clear()
-
-    def sent_by(placement: dict[str, torch.device | str]) -> int:
-        TRANSFERS.clear()
-        placed.place(placement)
-        return sum(size for _, _, size in TRANSFERS)
-
-    assert sent_by(here) == 0
-    assert sent_by(there) == weights + statistics
-    assert sent_by(there) == 0
-    assert sent_by(here) == statistics + (0 if keep_copies else weights)
-    assert sent_by(there) == statistics + (0 if keep_copies else weights)
-    with torch.no_grad():
-        for parameter in placed.parameters():
-            parameter.mul_(2)
-    doubled = on_cpu(placed.state_dict())
-    assert sent_by(here) == weights + statistics, "what has changed is sent"
-    torch.testing.assert_close(on_cpu(placed.state_dict()), doubled, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_copies_from_before_updates_of_the_step_are_not_used(
-    kind: str, device: torch.device
-) -> None:
-    step = with_optimizer(fresh("conv_net").step, kind, learning_rate=0.1)
-    plain = copy.deepcopy(step)
-    extraction = extract(step)
-    placements = [on(extraction, device, lambda key, there=there: there) for there in (False, True)]  # type: ignore[misc]  # mypy takes no default there
-    placed = PlacedModule(extraction, placements[0], keep_copies=True)
-    optimizer = torch_optimizer(plain.model, Optimizer(kind=kind, learning_rate=0.1))
-    for number in range(4):
-        placed.place(placements[number % 2])
-        placed.place(placements[1 - number % 2])
-        optimizer.zero_grad()
-        torch.manual_seed(number)
-        expected = forward(plain)
-        expected.backward()
-        optimizer.step()
-        torch.manual_seed(number)
-        torch.testing.assert_close(placed.step(*plain.inputs).cpu(), expected.detach())
-    torch.testing.assert_close(on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()))
-
-
-@pytest.mark.parametrize("moved_between", [True, False])
-def test_copies_from_before_a_fused_optimizer_are_not_used(
-    moved_between: bool, device: torch.device
-) -> None:
-    extraction = fresh("conv_net")
-    here = on(extraction, device, lambda key: False)
-    there = on(extraction, device, lambda key: True)
-    placed = PlacedModule(extraction, here, keep_copies=True)
-    placed.place(there)
-    if moved_between:
-        placed(*extraction.step.inputs).backward()
-        placed.place(here)
-    else:
-        placed.place(here)
-        placed(*extraction.step.inputs).backward()
-    before = on_cpu(placed.state_dict())["0.weight"].clone()
-    torch.optim.SGD(placed.parameters(), lr=0.5, fused=True).step()
-    trained = {name: own.clone() for name, own in on_cpu(placed.state_dict()).items()}
-    assert not torch.equal(trained["0.weight"], before)
-    placed.place(there)
-    torch.testing.assert_close(on_cpu(placed.state_dict()), trained, rtol=0, atol=0)
-
-
-def test_copies_of_state_that_was_replaced_are_not_used(device: torch.device) -> None:
-    extraction = fresh("conv_net")
-    placements = [on(extraction, device, lambda key, there=there: there) for there in (False, True)]  # type: ignore[misc]  # mypy takes no default there
-    placed = PlacedModule(extraction, placements[0], keep_copies=True)
-    placed.place(placements[1])
-    doubled = {name: 2 * own.detach().cpu() for name, own in placed.state_dict().items()}
-    extraction.step.model.load_state_dict(
-        {name: own.to(device) for name, own in doubled.items()}, assign=True
-    )
-    for placement in placements:
-        placed.place(placement)
-        torch.testing.assert_close(on_cpu(placed.state_dict()), doubled, rtol=0, atol=0)
 
 
 # --- the order of launches
