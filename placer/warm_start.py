@@ -15,7 +15,7 @@ from placer.choose import WarmStartError
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
-    from placer.device_map import DeviceMap
+    from placer.exports.existing_map import DeviceMap
 
 
 WarmStart: TypeAlias = "Placement | DeviceMap"
@@ -47,38 +47,31 @@ def check_here(start: WarmStart) -> None:
     """Check that the devices of a device map are on this machine.
 
     Raises:
-        ValueError: one is not; for a GPU number the message explains what numbers mean.
+        ValueError: one is not.
     """
     for name in () if isinstance(start, Placement) else start.device_names:
-        if why := missing_reason(name):
-            kind, _, index = name.partition(":")
-            number = f"{index} in a device map means {name}, and " if kind == "cuda" else ""
-            hint = '; on pinned cores name them in the map, such as "core:0"' if number else ""
-            raise ValueError(f"{number}{why}{hint}")
+        if reason := missing_reason(name):
+            raise ValueError(f"{reason} (in a device map a number N means cuda:N)")
 
 
 def placement_of(
     start: WarmStart, extraction: Extraction | None, graph: GraphArrays, cluster: Cluster
 ) -> Placement:
-    """Convert a placement or device map to a placement of a graph on a cluster.
-
-    ``extraction`` is the source of the graph, None for a graph file.
+    """Convert a warm start to a placement of a graph, which is that of the extraction or a file's.
 
     Raises:
-        WarmStartError: the argument belongs to another graph or model, has other devices, or is a
+        WarmStartError: the warm start belongs to another graph or model, has other devices, or is a
             device map for a graph file, which has no modules.
     """
-    if isinstance(start, Placement):
-        try:
+    try:
+        if isinstance(start, Placement):
             return start.aligned(graph, cluster)
-        except ValueError as error:
-            raise WarmStartError(str(error)) from error
-    if extraction is None:
-        raise WarmStartError(
-            "a device map names modules, and a graph file has none: give a placement"
-        )
-    placement = start.placed(extraction, graph, cluster)
-    placement.check(graph, cluster)
+        if extraction is None:
+            raise ValueError("a graph file has no modules for a device map: give a placement")
+        placement = start.placed(extraction, graph, cluster)
+        placement.check(graph, cluster)
+    except ValueError as error:
+        raise WarmStartError(str(error)) from error
     return placement
 
 
@@ -87,12 +80,12 @@ def _parsed(data: Mapping[str, object]) -> WarmStart:
         return Placement.from_dict(data)
     if not data:
         raise ValueError("it names no modules: a device map is {module: device}")
-    from placer.device_map import DeviceMap
+    from placer.exports.existing_map import DeviceMap
 
-    return DeviceMap({module: _name(device, module) for module, device in data.items()})
+    return DeviceMap({module: _device_name(device, module) for module, device in data.items()})
 
 
-def _name(device: object, module: str) -> str:
+def _device_name(device: object, module: str) -> str:
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return f"cuda:{device}"
     if not isinstance(device, str) or not device or device == "disk":

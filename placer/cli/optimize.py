@@ -369,7 +369,7 @@ def _remark(result: Result, args: argparse.Namespace, job: Job, took: str) -> No
     from placer.replicate.result import ReplicatedResult
 
     if result.extraction is not None and job.search.start_from is not None:
-        from placer.device_map import DeviceMap
+        from placer.exports.existing_map import DeviceMap
 
         start = job.search.start_from
         if isinstance(start, DeviceMap) and (remark := start.conflict(result.extraction)):

@@ -20,7 +20,7 @@ from graphs.graph import GraphArrays
 from graphs.graph_file import load_graph, save_graph
 from graphs.synthetic.shapes import layered
 from placer.cli.main import main
-from placer.device_map import DeviceMap
+from placer.exports.existing_map import DeviceMap
 from placer.parallel.training import STATE_FORMAT
 from placer.policies import load as load_policy
 from placer.policies.evaluation import Suite, load_suites

@@ -16,6 +16,8 @@ import placer
 from envs.hardware.discover import discover
 from graphs.graph_file import load_graph
 from placer.cli.main import main
+from placer.evaluation import Evaluation, evaluate_job, evaluation_job
+from placer.progress import Silent
 from tests.helpers import tiny_models
 
 CLUSTER = """
@@ -101,7 +103,7 @@ def test_what_cannot_be_evaluated_is_refused(placed: tuple[placer.Result, Path, 
         ("a graph has no model to run", (result,), {"backend": "measured"}),
         ("give model or graph", (result.placement,), {}),
         ("no devices of its own", (result.placement, graph), {}),
-        ("a graph file has none", ({"0": "a"}, graph, cluster), {}),
+        ("a graph file has no modules", ({"0": "a"}, graph, cluster), {}),
         ("given twice", (result, graph, cluster), {"devices": cluster}),
     ]
     for message, arguments, named in refused:
@@ -155,3 +157,30 @@ def test_a_device_map_is_measured_and_predicted() -> None:
     [remark] = content["remarks"]
     assert "2 would be computed on vdev:0" in remark
     tiny_models.assert_same(tiny_models.state_of(workload), before)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_the_host_is_held_to_its_memory_limit() -> None:
+    workload = layers()
+
+    def run(device: str, memory: str) -> Evaluation:
+        limits = {"vdev:0": "1GiB", "cpu": memory}
+        job = evaluation_job({"": device}, workload, "vdev:0,cpu", memory=limits)
+        return evaluate_job(job, "measured", Silent())
+
+    refused = run("cpu", "100B")
+    assert refused.measurement is not None
+    assert not refused.feasible
+    assert "but has 100 B" in refused.why
+    assert run("cpu", "1MB").feasible
+    assert run("vdev:0", "100B").feasible
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="devices of this machine are cores")
+def test_a_map_on_a_pinned_core_is_measured_on_its_own_devices() -> None:
+    core = discover("auto").names[0]
+    evaluation = placer.evaluate({"": core}, layers(), backend="measured", progress=False)
+    assert evaluation.placement.device_names == (core,)
+    assert evaluation.feasible
+    with pytest.raises(ValueError, match="no device cuda:7"):
+        placer.evaluate({"": 7}, layers(), progress=False)

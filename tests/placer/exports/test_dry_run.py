@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
-from placer.device_map import DeviceMap
 from placer.exports.device_map import device_map
 from placer.exports.dry_run import flow
+from placer.exports.existing_map import DeviceMap
 from placer.exports.format import StepPredictor, export_extracted
 from placer.exports.placed_modules import PlacedModules
 from tests.helpers.placed_at_random import placement_of, random_placement
