@@ -9,7 +9,6 @@ import numpy as np
 
 from envs.hardware.cluster import Cluster
 from envs.measurement import Measurement, contended, tied
-from graphs.strict_json import brief
 from placer import messages
 from placer.search.candidate import Candidate, Kind
 
@@ -17,13 +16,6 @@ MEASURED_CANDIDATES: Final = 5
 """Number of best candidates to run besides the best single devices."""
 
 _Run: TypeAlias = tuple[Candidate, Measurement]
-
-
-class WarmStartError(ValueError):
-    """A placement or device map does not fit its graph, model or cluster."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(brief(message))
 
 
 class PlacementError(RuntimeError):

@@ -10,8 +10,7 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import missing_reason
 from envs.placement import Placement
 from graphs.graph import GraphArrays
-from graphs.strict_json import load_checked, table
-from placer.choose import WarmStartError
+from graphs.strict_json import brief, load_checked, table
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -19,6 +18,13 @@ if TYPE_CHECKING:
 
 
 WarmStart: TypeAlias = "Placement | DeviceMap"
+
+
+class WarmStartError(ValueError):
+    """A placement or device map does not fit its graph, model or cluster."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(brief(message))
 
 
 def load_warm_start(path: Path) -> WarmStart:

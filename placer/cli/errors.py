@@ -75,9 +75,9 @@ def _is_bad_usage(error: BaseException) -> bool:
     if not isinstance(error, ValueError):
         return isinstance(error, UsageError)
     from graphs.selection import ConstraintError
-    from placer.choose import WarmStartError
     from placer.exports.renaming import RenamingError
     from placer.sources.fault import TargetError
+    from placer.warm_start import WarmStartError
 
     return isinstance(error, ConstraintError | WarmStartError | RenamingError | TargetError)
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from graphs.selection import ConstraintError
-from placer.choose import PlacementError, WarmStartError
+from placer.choose import PlacementError
 from placer.cli.errors import JobError, UsageError, exit_code_of, memory_shortage, usage_errors
 from placer.cli.main import main
 from placer.cli.output import StandardOutput, check_outputs
 from placer.sources.target import TargetError
+from placer.warm_start import WarmStartError
 
 FREE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 LIMITED = (7 * 10**8, resource.RLIM_INFINITY)
