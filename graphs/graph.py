@@ -247,12 +247,7 @@ class GraphArrays:
 
     @classmethod
     def from_graph(cls, graph: nx.DiGraph[str]) -> GraphArrays:
-        """Convert a networkx graph to arrays.
-
-        Raises:
-            ValueError: the graph is empty, has a cycle (the message shows one), or breaks the
-                schema; :func:`completed` adds attributes that are missing.
-        """
+        """Convert a networkx graph to arrays."""
         name = str(graph.graph.get("name", ""))
         if len(graph) == 0:
             raise ValueError(f"graph {name!r} has no ops")

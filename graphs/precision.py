@@ -11,11 +11,7 @@ DTYPES: Final = (FULL, *MIXED)
 
 
 def check_dtype(dtype: str) -> str:
-    """Return the name of a dtype unchanged.
-
-    Raises:
-        ValueError: it is not one of :data:`DTYPES`; for fp16 the message says why.
-    """
+    """Return the name of a dtype unchanged."""
     if dtype == "fp16":
         raise ValueError(
             "fp16 is not for CPUs: they have few kernels for it, and small gradients would vanish "

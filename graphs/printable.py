@@ -10,9 +10,6 @@ def check_printable(value: object, where: str = "") -> None:
     """Check that no text in nested dicts and lists, keys included, has control characters.
 
     Such characters move the cursor of a terminal, clear it, or reverse the reading direction.
-
-    Raises:
-        ValueError: a text has some; the message names its place and shows it escaped.
     """
     if not _is_printable(value):
         place, text = _unprintable(value, where)

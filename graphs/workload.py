@@ -178,11 +178,7 @@ def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def scalar_loss(output: Any) -> torch.Tensor:
-    """Return the scalar loss in an output.
-
-    Raises:
-        StepError: there is none.
-    """
+    """Return the scalar loss in an output."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0 or not loss.is_floating_point():
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""

@@ -71,11 +71,7 @@ class Processes:
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
-        """See :class:`Decoders`.
-
-        Raises:
-            OSError: processes die repeatedly, or cannot be started.
-        """
+        """See :class:`Decoders`."""
         parts = np.array_split(np.arange(len(numbers)), self.count)
         for _ in range(MOST_RESTARTS):
             try:

@@ -81,13 +81,7 @@ class _Suites:
 
 
 def load_suites(path: Path | None = None) -> Mapping[str, Suite]:
-    """Return the suites of a file by name, by default the shipped ones.
-
-    Raises:
-        ValueError: the file is invalid, or two suites have one name; the message has the path of
-            the key.
-        OSError: it cannot be read.
-    """
+    """Return the suites of a file by name, by default the shipped ones."""
     return load_toml(path or shipped() / "suites.toml", _by_name)
 
 
@@ -100,11 +94,7 @@ def _by_name(content: object) -> Mapping[str, Suite]:
 
 
 def suite_named(name: str, suites: Mapping[str, Suite]) -> Suite:
-    """Return the suite with this name.
-
-    Raises:
-        ValueError: there is no such suite; the message lists all.
-    """
+    """Return the suite with this name."""
     if name in suites:
         return suites[name]
     hint = suggestion(name, suites)
@@ -120,9 +110,6 @@ def evaluate(
     of single device, HEFT and ETF. ``seeds`` holds the means over all graphs for each sampling
     seed; the table has their medians. "untrained" are the initial weights of training: HEFT, and
     samples around it.
-
-    Raises:
-        ValueError: the card's hyperparameters are invalid.
     """
     deviation = float(np.exp(_first_log_std(policy.card)))
     hear = progress or _silent
@@ -148,12 +135,7 @@ def evaluate(
 
 
 def write_into_card(path: Path, found: Mapping[str, Any]) -> None:
-    """Write scores into the card of the policy at ``path``, replacing earlier ones of the suite.
-
-    Raises:
-        ValueError: it is no policy.
-        OSError: the card cannot be written.
-    """
+    """Write scores into the card of the policy at ``path``, replacing earlier ones of the suite."""
     card: dict[str, Any] = json.loads(json.dumps(load(str(path)).card))
     card.setdefault("evaluations", {})[found["suite"]["name"]] = dict(found)
     write_card(path, card)

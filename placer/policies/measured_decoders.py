@@ -40,13 +40,7 @@ class MeasuredDecoders:
     """
 
     def __init__(self, item: Exercise, runtime: Runtime, backend: Measured) -> None:
-        """Measure the heuristics; the backend is closed with the decoders.
-
-        Raises:
-            ValueError: no heuristic placement fits into memory.
-            KeyboardInterrupt: the measurement was stopped.
-            WorkerError: the workers do not start, or no heuristic placement can be run.
-        """
+        """Measure the heuristics; the backend is closed with the decoders."""
         self.evaluator = item.evaluator
         self._problem = item.evaluator.problem
         self._simulator = Simulator(self._problem, memory=False)
@@ -88,11 +82,6 @@ class MeasuredDecoders:
             step: the model and its inputs.
             cluster: devices of this machine; speeds are calibrated if there are no links.
             tell: called with a text when a stage begins.
-
-        Raises:
-            ExtractionError: the model cannot be extracted, or its extraction cannot be run.
-            ValueError: a device is not on this machine, or there is only one.
-            WorkerError: the workers do not start, or cannot run the model.
         """
         hear = tell or _silent
         check_devices(cluster.names)
@@ -125,12 +114,7 @@ class MeasuredDecoders:
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
-        """Return costs (B,) of decoded ``weights`` (B, K); there is only one problem.
-
-        Raises:
-            KeyboardInterrupt: the measurement was stopped.
-            WorkerError: the workers do not start, or the reference cannot be run any more.
-        """
+        """Return costs (B,) of decoded ``weights`` (B, K); there is only one problem."""
         del numbers
         devices, priority, simulated = self.evaluator.decode(weights)
         keys: list[bytes] = []

@@ -167,12 +167,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Policy:
-    """Load a shipped policy by name, or any policy by its path, with or without suffix.
-
-    Raises:
-        ValueError: there is no such policy (the message lists the shipped ones), or its files are
-            not those of a policy of this version.
-    """
+    """Load a shipped policy by name, or any policy by its path, with or without suffix."""
     path = path_of(name)
     tensors_path, card_path = file_of(path, WEIGHTS), file_of(path, CARD)
     try:
@@ -204,11 +199,7 @@ def _tensors(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def path_of(name: str) -> Path:
-    """Return the path without suffix of a shipped policy, or of any policy given by its path.
-
-    Raises:
-        ValueError: there is no such policy; the message lists the shipped ones.
-    """
+    """Return the path without suffix of a shipped policy, or of any policy given by its path."""
     path = shipped() / name if name in names() else Path(name)
     path = path.with_suffix("") if path.suffix in (WEIGHTS, CARD) else path
     tensors_path = file_of(path, WEIGHTS)
@@ -227,11 +218,7 @@ def file_of(path: Path, ending: str) -> Path:
 
 
 def write_card(path: Path, card: Mapping[str, Any]) -> None:
-    """Write ``path``.json.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``path``.json."""
     write_whole(file_of(path, CARD), json.dumps(card, indent=1) + "\n")
 
 

@@ -110,11 +110,7 @@ class Exercise:
 
 
 def families(chosen: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the families to draw from: the chosen ones, or all useful synthetic ones.
-
-    Raises:
-        ValueError: there is no such family; the message lists all.
-    """
+    """Return the families to draw from: the chosen ones, or all useful synthetic ones."""
     known = (*FAMILIES, REFERENCE)
     for name in chosen or ():
         if name not in known:
@@ -159,11 +155,7 @@ def draw_pool(
     chosen: Sequence[str] | None = None,
     clusters: Clusters | None = None,
 ) -> list[Exercise]:
-    """Draw ``count`` exercises, with the families in turn.
-
-    Raises:
-        ValueError: a family does not exist.
-    """
+    """Draw ``count`` exercises, with the families in turn."""
     rng = np.random.default_rng(seed)
     turn = families(chosen)
     return [draw_exercise(rng, turn[i % len(turn)], max_ops, clusters) for i in range(count)]

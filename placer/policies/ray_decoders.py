@@ -25,12 +25,7 @@ class RayTasks:
     """Decodes on all processors of a Ray cluster, one task for each; see :class:`Decoders`."""
 
     def __init__(self, evaluators: Sequence[Evaluator], address: str = "") -> None:
-        """Connect to the cluster at ``address`` or ``$RAY_ADDRESS``, or start one on this machine.
-
-        Raises:
-            ValueError: Ray is not installed.
-            ConnectionError: there is no such cluster, or other machines could reach the new one.
-        """
+        """Connect to the cluster at ``address`` or ``$RAY_ADDRESS``, or start a local one."""
         try:
             import ray
         except ModuleNotFoundError as error:

@@ -47,12 +47,7 @@ class Items:
 
 
 def record(kind: type[Record], value: object, where: str = "") -> Record:
-    """Create a dataclass from a table: keys are fields, missing ones have their defaults.
-
-    Raises:
-        ValueError: a key is unknown or missing, or a value of another type or out of range; the
-            message has the path of the key.
-    """
+    """Create a dataclass from a table: keys are fields, missing ones have their defaults."""
     own = dataclasses.fields(kind)  # type: ignore[arg-type]  # the caller gives a dataclass
     missing = dataclasses.MISSING
     required = [f.name for f in own if f.default is missing and f.default_factory is missing]
@@ -66,11 +61,7 @@ def record(kind: type[Record], value: object, where: str = "") -> Record:
 
 
 def check_ranges(values: Any) -> None:
-    """Check every field of a dataclass against its annotation.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Check every field of a dataclass against its annotation."""
     for name, annotation in _hints(type(values)).items():
         _check(annotation, getattr(values, name), name)
 

@@ -32,11 +32,7 @@ class Checkpoint:
     log_bytes: int  # length of the log at this point
 
     def write(self, path: Path) -> None:
-        """Write the checkpoint, completely or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the checkpoint, completely or not at all."""
         parts = {f"finished.{i}": own for i, own in enumerate(self.finished)}
         parts["learner"] = self.learner
         state = {
@@ -51,13 +47,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
-    """Read the checkpoint of a training with this configuration.
-
-    Raises:
-        ValueError: it is no checkpoint, is damaged, or has another configuration: says what
-            differs.
-        OSError: it cannot be read.
-    """
+    """Read the checkpoint of a training with this configuration."""
     try:
         state = read_state(path, FORMAT)
         if changed := differences(table(state["essence"], "essence"), essence):

@@ -193,13 +193,7 @@ class TrainingConfig:
 
 
 def load_config(path: Path) -> TrainingConfig:
-    """Read a configuration.
-
-    Raises:
-        ValueError: it is not TOML, is larger than 1 MB, or a key is unknown or has an invalid
-            value; the message starts with the file and the path of the key.
-        OSError: it cannot be read.
-    """
+    """Read a configuration."""
     return load_toml(path, _config)
 
 
@@ -217,10 +211,6 @@ def config_of(
         length: of each seed.
         families: of the graphs of all stages.
         overrides: values of other fields, by name; None for none.
-
-    Raises:
-        ValueError: the file is invalid, or a value is.
-        OSError: the file cannot be read.
     """
     own = {name: value for name, value in overrides.items() if value is not None}
     if path is not None:
@@ -241,11 +231,7 @@ def _config(data: dict[str, Any]) -> TrainingConfig:
 
 
 def check_graphs(chosen: tuple[str, ...], graphs: int, max_ops: int) -> None:
-    """Check that the families exist, and that memory suffices for this many graphs.
-
-    Raises:
-        ValueError: a family does not exist, there is none, or the graphs are too many.
-    """
+    """Check that the families exist, and that memory suffices for this many graphs."""
     families(chosen)
     if not chosen:
         raise ValueError("families is empty: leave it out for all but chains")

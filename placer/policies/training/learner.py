@@ -65,11 +65,7 @@ class Learner:
         return cast(BasePolicy, self._average.module) if begun else self.model.policy
 
     def rollout(self) -> dict[str, float]:
-        """Collect a rollout and learn from it; return its row of the log.
-
-        Raises:
-            FloatingPointError: the network's weights are no longer finite.
-        """
+        """Collect a rollout and learn from it; return its row of the log."""
         self._ratios.found.clear()
         try:
             self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
@@ -122,11 +118,7 @@ class Learner:
         )
 
     def restore(self, saved: Saved) -> None:
-        """Continue from a state, exactly as without interruption.
-
-        Raises:
-            ValueError: it was saved by another training.
-        """
+        """Continue from a state, exactly as without interruption."""
         model, tensors, data = self.model, saved.tensors, saved.data
         try:
             model.policy.load_state_dict(_those(tensors, "network."))
@@ -173,11 +165,7 @@ def exported(
 
 
 def imported(network: BasePolicy, policy: Policy) -> None:
-    """Load a policy into a network with the same layers; its critic is not changed.
-
-    Raises:
-        ValueError: the layers differ.
-    """
+    """Load a policy into a network with the same layers; its critic is not changed."""
     state = network.state_dict()
     layers = _layers(state)
     theirs = [len(bias) for _, bias in policy.layers]

@@ -38,12 +38,7 @@ class Log:
     """``NAME.csv``, continued from a checkpoint, and ``NAME.tensorboard/seed-N``."""
 
     def __init__(self, path: Path, *, keep_bytes: int = 0) -> None:
-        """Continue ``path``.csv after ``keep_bytes``; later lines are cut off.
-
-        Raises:
-            ValueError: the log is shorter than that.
-            OSError: it cannot be written.
-        """
+        """Continue ``path``.csv after ``keep_bytes``; later lines are cut off."""
         self.path = path.with_name(f"{path.name}.csv")
         self._file = written_file(self.path).open("r+b" if keep_bytes else "wb")
         if self._file.seek(0, 2) < keep_bytes:
@@ -74,11 +69,7 @@ class Log:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files.
-
-        Raises:
-            OSError: a file cannot be written completely, and there was no other error.
-        """
+        """Close the files."""
         threading.excepthook = self._excepthook
         with suppress(OSError) if error is not None else nullcontext():
             self._file.close()
@@ -97,11 +88,7 @@ class Log:
         return self._file.tell()
 
     def tell(self, row: Mapping[str, float]) -> None:
-        """Write a row and flush it.
-
-        Raises:
-            OSError: it cannot be written; names the file.
-        """
+        """Write a row and flush it."""
         self._write(_shown(row[column]) for column in COLUMNS)
         with _named(self._folder):
             board = self._board_for(row)

@@ -68,14 +68,6 @@ def train(
 
     Returns:
         The card that was written.
-
-    Raises:
-        ValueError: the checkpoint has another configuration, there is no such device or policy to
-            begin with, or the model does not suit the backend.
-        ExtractionError: the model cannot be extracted or run.
-        WorkerError: the devices cannot run the model.
-        OSError: a file cannot be read or written.
-        FloatingPointError: the training diverged.
     """
     config = config or (SIMULATED if measured is None else MEASURED_CONFIG)
     _check(config, has_model=measured is not None)
