@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.measurement import Measurement
 from envs.placement import Placement
+from envs.problem import Floats, Ints
 from envs.simulator import INFEASIBLE_NS
 
 
@@ -70,8 +70,8 @@ class Candidate:
 
     kind: Kind
     name: str
-    devices: NDArray[np.int32]  # (N,)
-    priority: NDArray[np.float64]  # (N,)
+    devices: Ints  # (N,)
+    priority: Floats  # (N,)
     step_ns: int
     bound_ns: int | None = None
     prediction: Prediction | None = None

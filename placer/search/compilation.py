@@ -54,30 +54,34 @@ def load_compiled_code() -> None:
 
 @contextmanager
 def compiled_beside() -> Iterator[bool]:
-    """Let a helper process compile the search code; yield False if everything is cached.
+    """Let a helper process, if any can be started, compile as well; yield False if all is cached.
 
-    The helper ends with the block. If it cannot be started, for want of cores or memory,
-    :func:`load_compiled_code` takes longer.
+    The helper ends with the block.
     """
     global _helper  # noqa: PLW0603 - one helper at a time is enough
     if all(map(is_cached, LARGEST)):
         yield False
         return
     with _lock:
-        mine = _started() if _helper is None else None
-        _helper = mine or _helper
+        started = _start_helper() if _helper is None else None
+        _helper = started or _helper
     try:
         yield True
     finally:
-        if mine is not None:
+        if started is not None:
             _helper = None
-            mine.kill()
-            mine.communicate()
+            started.kill()
+            started.communicate()
 
 
 def help_compiling() -> None:
-    """Compile everything, for as long as standard input is open."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Compile everything, in another order, for as long as standard input is open."""
+
+    def end_with_parent() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     problem = toy_problem()
     _scheduled(problem)
     _simulated(problem)
@@ -98,7 +102,7 @@ def _scheduled(problem: Problem) -> None:
     lower_bound_ns(problem)
 
 
-def _started() -> subprocess.Popen[bytes] | None:
+def _start_helper() -> subprocess.Popen[bytes] | None:
     if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
         return None
     # The helper must find this package whatever its working directory holds (hence -P). The root
@@ -114,8 +118,3 @@ def _started() -> subprocess.Popen[bytes] | None:
         )
     except OSError:
         return None
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)

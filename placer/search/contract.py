@@ -38,6 +38,7 @@ from placer.search.request import MAX_LOAD, Budget, Placer, SearchRequest
 Make: TypeAlias = Callable[[], Placer]
 
 EVALUATIONS: Final = 30
+BUDGET: Final = Budget(evaluations=EVALUATIONS)
 SECONDS: Final = 1.0
 TICK_S: Final = 0.05
 ALLOWED_FOR_RULES: Final = 24
@@ -122,7 +123,7 @@ def _problem(
 def placements_are_complete(make: Make) -> None:
     """Check that every op is on an allowed device, with a priority, and groups share a device."""
     for problem, objective in _cases(make):
-        for candidate in _placed(make, problem, objective):
+        for candidate in _place(make, problem, objective):
             what = f"candidate {candidate.name!r} for {_name(problem, objective)}"
             devices, priority, count = candidate.devices, candidate.priority, problem.op_count
             assert devices.shape == priority.shape == (count,), f"{what}: wrong shape"
@@ -140,7 +141,7 @@ def placements_are_complete(make: Make) -> None:
 def steps_are_simulated(make: Make) -> None:
     """Check that step times, and infeasibility, match the simulator, and the best comes first."""
     for problem, objective in _cases(make):
-        candidates, simulator = _placed(make, problem, objective), Simulator(problem)
+        candidates, simulator = _place(make, problem, objective), Simulator(problem)
         steps = [candidate.step_ns for candidate in candidates]
         simulated = [int(simulator.step_ns(c.devices, c.priority)[0]) for c in candidates]
         assert steps == simulated, (
@@ -157,7 +158,7 @@ def seed_determines_candidates(make: Make) -> None:
     for problem, objective in _cases(make):
         first, again = (
             [(c.name, c.step_ns, c.devices.tobytes(), c.priority.tobytes()) for c in candidates]
-            for candidates in (_placed(make, problem, objective, seed=3) for _ in range(2))
+            for candidates in (_place(make, problem, objective, seed=3) for _ in range(2))
         )
         assert first == again, f"two runs for {_name(problem, objective)} with seed 3 differ"
 
@@ -166,7 +167,7 @@ def evaluations_are_limited(make: Make) -> None:
     """Check that evaluations stay within the budget plus ``ALLOWED_FOR_RULES``."""
     for problem, objective in _cases(make):
         before = Evaluator.evaluations
-        _placed(make, problem, objective)
+        _place(make, problem, objective)
         count, allowed = Evaluator.evaluations - before, EVALUATIONS + ALLOWED_FOR_RULES
         assert count <= allowed, (
             f"{count} evaluations for {_name(problem, objective)}, {allowed} are allowed"
@@ -186,7 +187,7 @@ def time_is_limited(make: Make) -> None:
                 at_end = Evaluator.evaluations
             return now_s
 
-        _place(make, problem, Budget(seconds=SECONDS), objective=objective, clock=clock)
+        _place(make, problem, objective, Budget(seconds=SECONDS), clock=clock)
         late = Evaluator.evaluations - at_end
         assert late <= LAST_STEP + ALLOWED_FOR_RULES, (
             f"{late} evaluations for {_name(problem, objective)} after the end"
@@ -205,8 +206,7 @@ def stops_are_obeyed(make: Make) -> None:
                 at_stop = Evaluator.evaluations
             return polls > patience
 
-        budget = Budget(evaluations=10**9)
-        _place(make, problem, budget, objective=objective, should_stop=should_stop)
+        _place(make, problem, objective, Budget(evaluations=10**9), should_stop=should_stop)
         late = Evaluator.evaluations - at_stop
         assert polls <= patience or late <= LAST_STEP + ALLOWED_FOR_RULES, (
             f"{late} evaluations for {_name(problem, objective)} after a stop was asked for"
@@ -219,14 +219,12 @@ def one_evaluation_suffices(make: Make) -> None:
     assert objectives, "it names no objective"
     assert set(objectives) <= set(OBJECTIVES), f"{objectives} are not of {', '.join(OBJECTIVES)}"
     shares: list[float] = []
+
+    def progress(share: float, _: str) -> None:
+        shares.append(share)
+
     for problem, objective in _cases(make):
-        _place(
-            make,
-            problem,
-            Budget(evaluations=1),
-            objective=objective,
-            progress=lambda share, _: shares.append(share),
-        )
+        _place(make, problem, objective, Budget(evaluations=1), progress=progress)
     assert all(0.0 <= share <= 1.0 for share in shares), f"progress is {shares}"
 
 
@@ -249,11 +247,9 @@ def _name(problem: Problem, objective: str) -> str:
     return f"{problem.graph.name!r} under {objective}"
 
 
-def _placed(make: Make, problem: Problem, objective: str, seed: int = 0) -> list[Candidate]:
-    return _place(make, problem, Budget(evaluations=EVALUATIONS), objective=objective, seed=seed)
-
-
-def _place(make: Make, problem: Problem, budget: Budget, **options: Any) -> list[Candidate]:
-    candidates = make().place(SearchRequest(problem, budget, **options))
-    assert candidates, f"no candidate for {_name(problem, options['objective'])}"
+def _place(
+    make: Make, problem: Problem, objective: str, budget: Budget = BUDGET, **options: Any
+) -> list[Candidate]:
+    candidates = make().place(SearchRequest(problem, budget, objective=objective, **options))
+    assert candidates, f"no candidate for {_name(problem, objective)}"
     return candidates

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problem import Problem
+from envs.problem import Floats, Ints, Longs, Problem
 from envs.simulator import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
@@ -49,7 +49,7 @@ class Evaluator:
     def _schedule(self) -> PartialSchedule:
         return empty_schedule(self.scheduling)
 
-    def costs(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> NDArray[np.int64]:
+    def costs(self, devices: Ints, priority: Floats) -> Longs:
         """Return costs (B,) of the placements ``devices`` (B, N) with ``priority`` (B, N)."""
         costs = np.empty(len(devices), np.int64)
         Evaluator.evaluations += len(costs)
@@ -70,9 +70,7 @@ class Evaluator:
             first = len(costs) if beyond < 0 else first + beyond + 1
         return costs
 
-    def decode(
-        self, weights: NDArray[np.floating[Any]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int64]]:
+    def decode(self, weights: NDArray[np.floating[Any]]) -> tuple[Ints, Floats, Longs]:
         """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,)."""
         devices, priority = decode_batch(self.scheduling, weights, self._schedule)
         return devices, priority, self.costs(devices, priority)
@@ -80,8 +78,8 @@ class Evaluator:
     def candidate(
         self,
         kind: Kind,
-        devices: NDArray[np.int32],
-        priority: NDArray[np.float64],
+        devices: Ints,
+        priority: Floats,
         cost: int | None = None,
         *,
         name: str = "",

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.problem import Floats
 from placer.search.candidate import Kind
 from placer.search.list_scheduler.decoder import HEFT, decode
 from placer.search.sampling import BudgetedEvaluator, Sampling
@@ -49,18 +50,11 @@ class Evolution:
 
         With ``spread`` (K,) the deviations are proportional to it, and ``sigma`` is their geometric
         mean.
-
-        Raises:
-            ValueError: sigma or a spread is not above 0, or the population is below 2.
         """
         size = len(start)
         self.population = population or 4 + int(3 * math.log(size))
         if not sigma > 0:
             raise ValueError(f"sigma is {sigma}, not above 0")
-        if spread is not None and not (np.isfinite(spread).all() and (spread > 0).all()):
-            raise ValueError("a spread is not a finite number above 0")
-        if self.population < 2:
-            raise ValueError(f"a population of {self.population} cannot evolve: take at least 2")
         self.mean = np.array(start, np.float64)
         self.sigma = float(sigma)
         self._random = np.random.default_rng(seed)
@@ -88,15 +82,13 @@ class Evolution:
         self._path = np.zeros(size)
         self._generation = 0
 
-    def ask(self) -> NDArray[np.float64]:
+    def ask(self) -> Floats:
         """Draw samples (population, K) to be evaluated."""
         normal = self._random.standard_normal((self.population, len(self.mean)))
         samples = self.mean + self.sigma * normal @ self._factor.T
         return np.asarray(samples.round(DECIMALS))
 
-    def tell(
-        self, samples: NDArray[np.float64], costs: NDArray[np.floating[Any] | np.integer[Any]]
-    ) -> None:
+    def tell(self, samples: Floats, costs: NDArray[np.floating[Any] | np.integer[Any]]) -> None:
         """Update the distribution from costs (population,) of ``samples``; ties go to the first."""
         self._generation += 1
         best = np.argsort(costs, kind="stable")[: len(self._weights)]

@@ -22,10 +22,9 @@ from dataclasses import replace
 from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
-from envs.problem import NO_QUEUE, Problem
+from envs.problem import NO_QUEUE, Floats, Longs, Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.coarsen.merging import edge_sources
 from placer.search.candidate import Candidate, Kind, ranked
@@ -54,11 +53,7 @@ class ExactPlacer:
     objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
 
     def place(self, request: SearchRequest) -> list[Candidate]:
-        """Return the best candidate.
-
-        Raises:
-            ValueError: the graph has too many ops.
-        """
+        """Return the best candidate; raise a ValueError if the graph has too many ops."""
         problem = request.problem
         if problem.op_count > LARGEST:
             raise ValueError(
@@ -290,7 +285,7 @@ class _Replay(cp_model.CpSolverSolutionCallback):
             self.budgeted.evaluate(devices, priority)
 
 
-def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float64]:
+def by_start(problem: Problem, start_ns: Longs) -> Floats:
     """Return priorities (N,) in the order of start times (N,), ties in topological order."""
     order = problem.graph.topological[
         np.argsort(start_ns[problem.graph.topological], kind="stable")

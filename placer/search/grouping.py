@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problem import Problem
+from envs.problem import Bools, Ints, Longs, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,27 +19,27 @@ class Grouping:
     """G groups of the N ops of a problem, numbered by their topologically first member."""
 
     problem: Problem
-    group_of: NDArray[np.int64]  # (N,)
+    group_of: Longs  # (N,)
 
     def __len__(self) -> int:
         """Return G."""
         return int(self.group_of.max()) + 1
 
     @cached_property
-    def allowed(self) -> NDArray[np.bool_]:
+    def allowed(self) -> Bools:
         """Devices where all members are allowed, (G, D); every group has one."""
         allowed = np.ones((len(self), self.problem.device_count), np.bool_)
         np.logical_and.at(allowed, self.group_of, self.problem.allowed)
         return allowed
 
     @cached_property
-    def cost_ns(self) -> NDArray[np.int64]:
+    def cost_ns(self) -> Longs:
         """Sum of the members' costs on each device, (G, D), 0 where a member is not allowed."""
         cost = np.zeros((len(self), self.problem.device_count), np.int64)
         np.add.at(cost, self.group_of, self.problem.cost_ns)
         return np.where(self.allowed, cost, 0)
 
-    def expand(self, devices: NDArray[np.integer]) -> NDArray[np.int32]:
+    def expand(self, devices: NDArray[np.integer]) -> Ints:
         """Return devices of ops (..., N) from those of groups (..., G)."""
         return np.asarray(devices[..., self.group_of], np.int32)
 
@@ -52,7 +52,7 @@ def units(problem: Problem) -> Grouping:
     return Grouping(problem, numbered(problem, group))
 
 
-def numbered(problem: Problem, group: NDArray[np.int64]) -> NDArray[np.int64]:
+def numbered(problem: Problem, group: Longs) -> Longs:
     """Renumber groups in topological order of their first members."""
     order = problem.graph.topological
     _, first, inverse = np.unique(group[order], return_index=True, return_inverse=True)
@@ -63,7 +63,7 @@ def numbered(problem: Problem, group: NDArray[np.int64]) -> NDArray[np.int64]:
     return numbered
 
 
-def spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
+def spread(problem: Problem, wish: Longs) -> Ints:
     """Give each op the device of its ``wish`` (N,), or the cheapest allowed one.
 
     A group goes where its topologically first member wishes; ``wish`` is updated in place.

@@ -14,22 +14,25 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar
+from itertools import permutations
+from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.placement import OBJECTIVES
-from envs.problem import Problem
+from envs.problem import Floats, Ints, Longs, Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.simulator.max_load import max_load_ns
 from placer.search.candidate import Candidate, Kind, ranked
-from placer.search.contiguous import contiguous
+from placer.search.contiguous import pipeline_parts
 from placer.search.evaluator import Evaluator
 from placer.search.grouping import spread
 from placer.search.list_scheduler.decoder import HEFT, decode
 from placer.search.list_scheduler.etf import etf, memory_etf
 from placer.search.request import MAX_LOAD, STEP_OBJECTIVES, SearchRequest
+
+MOST_ORDERED: Final = 4
+"""The most devices of which a layer split tries all orders."""
 
 
 def heuristics(evaluator: Evaluator) -> list[Candidate]:
@@ -48,8 +51,8 @@ def heuristics(evaluator: Evaluator) -> list[Candidate]:
         evaluator.candidate(Kind.ROUND_ROBIN, round_robin(problem), by_level),
     ]
     if any(candidate.step_ns == INFEASIBLE_NS for candidate in singles):
-        plan = first_layers(problem, by_level)
-        candidates.append(evaluator.candidate(Kind.FIRST_LAYERS, plan, by_level))
+        devices = first_layers(problem, by_level)
+        candidates.append(evaluator.candidate(Kind.FIRST_LAYERS, devices, by_level))
     candidates.append(evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT)))
     candidates.append(evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling)))
     return candidates
@@ -66,12 +69,12 @@ def single_devices(evaluator: Evaluator) -> list[Candidate]:
     return candidates
 
 
-def single_device(problem: Problem, device: int) -> NDArray[np.int32]:
+def single_device(problem: Problem, device: int) -> Ints:
     """Place all ops on one device; ops that are not allowed there on their cheapest one."""
     return spread(problem, np.full(problem.op_count, device))
 
 
-def layer_split(problem: Problem) -> NDArray[np.int32]:
+def layer_split(problem: Problem) -> Ints:
     """Return contiguous parts in topological order, one per device, in proportion to its speed."""
     order = problem.graph.topological
     total = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=1)
@@ -85,14 +88,14 @@ def layer_split(problem: Problem) -> NDArray[np.int32]:
     return spread(problem, wish)
 
 
-def round_robin(problem: Problem) -> NDArray[np.int32]:
+def round_robin(problem: Problem) -> Ints:
     """Assign ops in topological order to the devices in turn."""
     wish = np.empty(problem.op_count, np.int64)
     wish[problem.graph.topological] = np.arange(problem.op_count) % problem.device_count
     return spread(problem, wish)
 
 
-def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.int32]:
+def first_layers(problem: Problem, priority: Floats) -> Ints:
     """Return devices (N,) that fill up one after the other; the last takes the rest.
 
     Memory is the simulated peak with ops ordered by ``priority`` (N,). A co-location group goes
@@ -118,7 +121,7 @@ def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.
     return np.where(problem.allowed[ops, devices], devices, fallback).astype(np.int32)
 
 
-def layer_numbers(problem: Problem) -> NDArray[np.int64]:
+def layer_numbers(problem: Problem) -> Longs:
     """Return the layer of every op (N,), in model order; a group is in its first layer."""
     graph = problem.graph
     layers: dict[str, int] = {}
@@ -183,23 +186,32 @@ class RoundRobin(Rule):
 
 
 class LayerSplit(Rule):
-    """The split whose slowest part is fastest, optimal for a chain.
+    """The split whose slowest part is fastest, optimal if links are equal and nothing is grouped.
 
-    Memory is counted as if all outputs stayed. If that does not fit, only parameters count and the
-    simulator decides whether the step fits. If even parameters do not fit, parts are proportional
-    to the speed of their devices.
+    With few devices all their orders are tried, with many theirs in the cluster. Memory is counted
+    as if all outputs stayed; where that does not fit, only parameters count and the simulator
+    decides.
     """
 
     def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        problem = evaluator.problem
-        devices = contiguous(problem)
-        if devices is None:
-            devices = contiguous(problem, keep_outputs=False)
-        if devices is None:
-            devices = layer_split(problem)
-        by_level, name = evaluator.scheduling.bottom_level, "layer split, balanced"
+        problem, by_level = evaluator.problem, evaluator.scheduling.bottom_level
+        splits = _splits(problem, keep_outputs=True)
+        costs = max_load_ns(problem, splits)
+        if costs.min() == INFEASIBLE_NS:
+            splits = _splits(problem, keep_outputs=False)
+            costs = evaluator.costs(splits, np.broadcast_to(by_level, splits.shape))
+        devices, name = splits[int(costs.argmin())], "layer split, balanced"
         yield evaluator.candidate(Kind.LAYER_SPLIT, devices, by_level, name=name)
+
+
+def _splits(problem: Problem, *, keep_outputs: bool) -> Ints:
+    """Return the best contiguous parts (B, N) for each order of the devices."""
+    count, order = problem.device_count, problem.graph.topological
+    device_orders = permutations(range(count)) if count <= MOST_ORDERED else [range(count)]
+    return np.array(
+        [pipeline_parts(problem, order, row, keep_outputs=keep_outputs) for row in device_orders]
+    )
 
 
 class Heft(Rule):

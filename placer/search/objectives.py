@@ -52,9 +52,6 @@ class Objective:
         well, since the step time follows it; the candidates keep the devices and priorities of the
         first copy. For throughput, a placer that supports max-load spends a share of the budget on
         balancing loads, as the busiest device sets the pace; its best candidate comes last.
-
-        Raises:
-            ValueError: the placer does not accept the problem.
         """
         balanced: list[Candidate] = []
         rest = replace(request, objective=self.name)
@@ -66,7 +63,7 @@ class Objective:
         whole = problem = request.problem
         if self.micro_batches > 1 and self.name != MAX_LOAD:
             whole = self._pipelined(problem)
-        found = self._with_heuristics(whole, placer.place(replace(rest, problem=whole)))
+        candidates = self._with_heuristics(whole, placer.place(replace(rest, problem=whole)))
         count = problem.op_count
         return [
             replace(
@@ -76,26 +73,21 @@ class Objective:
                 # It was proved for the step.
                 bound_ns=candidate.bound_ns if self.name == LATENCY else None,
             )
-            for candidate in [*found, *balanced]
+            for candidate in [*candidates, *balanced]
         ]
 
-    def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
-        kinds = [candidate.kind for candidate in found]
+    def _with_heuristics(self, problem: Problem, candidates: list[Candidate]) -> list[Candidate]:
+        kinds = [candidate.kind for candidate in candidates]
         if kinds.count(Kind.SINGLE_DEVICE) >= problem.device_count and (
             Kind.ETF in kinds or problem.device_count == 1
         ):
-            return found
-        known = {(candidate.kind, candidate.name) for candidate in found}
-        others = [
-            own for own in heuristics(Evaluator(problem)) if (own.kind, own.name) not in known
-        ]
-        return ranked_by(self.name, problem, [*others, *found])
+            return candidates
+        known = {(c.kind, c.name) for c in candidates}
+        others = [c for c in heuristics(Evaluator(problem)) if (c.kind, c.name) not in known]
+        return ranked_by(self.name, problem, [*others, *candidates])
 
     def predict(
-        self,
-        simulated: Simulated,
-        placement: Placement,
-        schedule: Schedule | None = None,
+        self, simulated: Simulated, placement: Placement, schedule: Schedule | None = None
     ) -> Prediction:
         """Simulate a placement, unless its ``schedule`` is given, and compute its largest load."""
         problem = simulated.problem
@@ -126,10 +118,7 @@ class Objective:
         """Return a lower bound on the objective over all placements.
 
         For throughput it is the work of the busiest device, without the optimizer, which runs once
-        per step.
-
-        Raises:
-            ValueError: no placement can run because a link is missing.
+        per step. A ValueError says that no placement can run because a link is missing.
         """
         if self.name == "max-load":
             return load_bound_ns(problem) / 1e9

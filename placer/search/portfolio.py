@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.placement import OBJECTIVES
+from envs.problem import Floats, Longs
 from envs.simulator.bounds import lower_bound_ns
 from placer.search.annealing.max_load import minimize_max_load
 from placer.search.annealing.run import anneal
@@ -54,9 +54,7 @@ LARGEST_BOUNDED: Final = 20_000
 class Proposer(Protocol):
     """A learned policy: proposes decoder weights for a problem."""
 
-    def propose(
-        self, evaluator: Evaluator, known: list[Candidate]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def propose(self, evaluator: Evaluator, known: list[Candidate]) -> tuple[Floats, Floats]:
         """Return means (M, 21) and standard deviations (M, 21) of weights.
 
         ``known`` are the candidates of the heuristics. All means are tried in order, then samples
@@ -125,7 +123,7 @@ class _Search:
                 break
             evolution.tell(rows, costs)
 
-    def _proposed(self, policy: Proposer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _proposed(self, policy: Proposer) -> tuple[Floats, Floats]:
         """Decode the proposals, then samples around the best; return the best weights, spreads."""
         means, deviations = policy.propose(self.evaluator, self.known)
         spreads = np.maximum(deviations, LEAST_SPREAD)
@@ -141,7 +139,7 @@ class _Search:
             return rows[int(sampled.argmin())], spreads[first]
         return means[first], spreads[first]
 
-    def _decode(self, kind: Kind, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
+    def _decode(self, kind: Kind, rows: Floats, share: float) -> Longs:
         """Return costs of weights (B, 21), of fewer if ``share`` of the budget is spent first."""
         costs: list[int] = []
         best: Candidate | None = None

@@ -57,50 +57,29 @@ class Listing:
         return not self.module or find_spec(self.module) is not None
 
 
-def _built_in(name: str, summary: str, home: str, **options: Any) -> Listing:
+def _built_in(name: str, home: str, summary: str, **options: Any) -> Listing:
     return Listing(name=name, summary=summary, home=f"placer.search.{home}", **options)
 
 
 BUILT_IN: Final = (
     _built_in(
         "portfolio",
-        "heuristics, policy, evolution and annealing in turn: the default",
         "portfolio:Portfolio",
+        "heuristics, policy, evolution and annealing in turn: the default",
         takes_policy=True,
     ),
+    _built_in("single-device", "heuristics:SingleDevice", "all on one device, the best of them"),
+    _built_in("round-robin", "heuristics:RoundRobin", "one op after the other on each device"),
+    _built_in("layer-split", "heuristics:LayerSplit", "layers, balanced over the devices"),
+    _built_in("heft", "heuristics:Heft", "highest bottom level first, earliest finish"),
+    _built_in("etf", "heuristics:Etf", "the op and device that can start first"),
+    _built_in("m-etf", "heuristics:MemoryEtf", "ETF that keeps room for every output"),
+    _built_in("annealing", "portfolio:AnnealingPlacer", "annealing of single ops and their order"),
+    _built_in("evolution", "evolution:EvolutionPlacer", "CMA-ES on the list scheduler's weights"),
     _built_in(
-        "single-device", "everything on one device, the best of them", "heuristics:SingleDevice"
+        "policy", "portfolio:PolicyPlacer", "the trained policy, and samples", takes_policy=True
     ),
-    _built_in(
-        "round-robin",
-        "ops in topological order, one device after the other",
-        "heuristics:RoundRobin",
-    ),
-    _built_in(
-        "layer-split",
-        "contiguous layers, the slowest part as fast as possible",
-        "heuristics:LayerSplit",
-    ),
-    _built_in("heft", "highest bottom level first, earliest finish", "heuristics:Heft"),
-    _built_in("etf", "the op and device that can start first", "heuristics:Etf"),
-    _built_in(
-        "m-etf", "ETF that keeps room for every output all step long", "heuristics:MemoryEtf"
-    ),
-    _built_in(
-        "annealing",
-        "simulated annealing of single ops and their order",
-        "portfolio:AnnealingPlacer",
-    ),
-    _built_in(
-        "evolution", "CMA-ES on the weights of the list scheduler", "evolution:EvolutionPlacer"
-    ),
-    _built_in(
-        "policy",
-        "what the trained policy proposes, and samples around it",
-        "portfolio:PolicyPlacer",
-        takes_policy=True,
-    ),
-    _built_in("exact", "CP-SAT, for graphs of up to 80 ops", "exact:ExactPlacer", module="ortools"),
+    _built_in("exact", "exact:ExactPlacer", "CP-SAT, for graphs of up to 80 ops", module="ortools"),
 )
 _REGISTERED: Final[dict[str, Listing]] = {}
 
@@ -135,9 +114,8 @@ def placer_named(
 ) -> Placer:
     """Return the placer with this name; ``policy`` is for those that take one.
 
-    Raises:
-        ValueError: there is no such placer, it lacks a policy or an installed module, cannot be
-            loaded, or does not support the objective; the message says what to do.
+    A ValueError says why there is none: an unknown name, a missing policy or module, a plug-in that
+    cannot be loaded, or another objective.
     """
     listing = _listing(name)
     make = _class_of(listing)
@@ -158,11 +136,7 @@ def placer_named(
 
 
 def uses_policy(name: str, *, objective: str = "latency") -> bool:
-    """Return whether the placer with this name uses a policy; never for max-load.
-
-    Raises:
-        ValueError: there is no such placer.
-    """
+    """Return whether the placer with this name uses a policy; never for max-load."""
     return _listing(name).takes_policy and objective != "max-load"
 
 

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from envs.problem import HORIZON_NS, Problem
 from placer.milliseconds import milliseconds
@@ -86,8 +86,7 @@ class Budget:
         return f"{self.seconds:g}s" if self.seconds is not None else f"{self.evaluations}e"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Improvement:
+class Improvement(NamedTuple):
     """An improvement over all earlier placements of the same part of a search."""
 
     evaluations: int  # spent by all parts of the search until then
@@ -116,9 +115,7 @@ class SearchTrace:
         part = self.parts.setdefault(name, PartTrace(name))
         part.evaluations, part.seconds = evaluations, seconds
         if not part.improvements or cost_s < part.improvements[-1].cost_s:
-            part.improvements.append(
-                Improvement(evaluations=evaluations, seconds=seconds, cost_s=cost_s)
-            )
+            part.improvements.append(Improvement(evaluations, seconds, cost_s))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from envs.problem import Floats, Ints
 from placer.search.candidate import Candidate, Kind
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
@@ -26,13 +24,13 @@ class BudgetedEvaluator:
         self.meter = request.meter()
         self.kind = kind
         self.name = name or kind.value
-        self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
+        self._best: tuple[int, Ints, Floats] | None = None
 
     def over(self) -> bool:
         """Return whether the budget is spent, after at least one evaluation."""
         return self._best is not None and self.meter.over()
 
-    def evaluate(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> int:
+    def evaluate(self, devices: Ints, priority: Floats) -> int:
         """Evaluate a placement, (N,) each, and return its cost as defined by :class:`Evaluator`."""
         cost = int(self.evaluator.costs(devices[None], priority[None])[0])
         self.meter.spend(1)

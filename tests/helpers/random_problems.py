@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 
 from envs.hardware.cluster import Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.evaluator import Evaluator
 
 
 def random_problem(
@@ -75,6 +76,17 @@ def every_placement(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np
         members = every[:, group == g]
         kept &= (members == members[:, :1]).all(axis=1)
     return every[kept]
+
+
+def best_step_ns(problem: Problem) -> int:
+    """Return the shortest step over all placements and all orders of a tiny problem."""
+    evaluator = Evaluator(problem)
+    orders = np.array(list(permutations(range(problem.op_count))), np.float64)
+    return min(
+        int(evaluator.costs(np.tile(devices, (len(orders), 1)), orders).min())
+        for devices in every_placement(problem)
+        if keeps_limits(problem, devices)
+    )
 
 
 def keeps_groups(

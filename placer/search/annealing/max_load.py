@@ -15,10 +15,9 @@ from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
-from envs.problem import Problem, toy_problem
+from envs.problem import Bools, Floats, Ints, Problem, toy_problem
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.max_load import (
     LoadArrays,
@@ -36,7 +35,6 @@ from placer.search.annealing.run import (
     Annealing,
     AnnealingOptions,
     AnnealingState,
-    Ints,
     anneal,
     below,
     change_devices,
@@ -133,9 +131,9 @@ def _anneal_in_rounds(
 class Energy(NamedTuple):
     """Energy of the current placement of N ops, and the ops to be recounted after a move."""
 
-    current: NDArray[np.float64]  # (1,)
-    changed: NDArray[np.int32]  # (N,) the first counters[CHANGED] entries
-    is_changed: NDArray[np.bool_]  # (N,)
+    current: Floats  # (1,)
+    changed: Ints  # (N,) the first counters[CHANGED] entries
+    is_changed: Bools  # (N,)
 
 
 class MaxLoadAnnealing(Annealing):

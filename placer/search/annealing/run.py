@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
-from envs.problem import Problem
+from envs.problem import Bools, Ints, Longs, Problem
 from placer.search.evaluator import Evaluator
 from placer.search.request import Meter
 
@@ -29,9 +29,6 @@ FREE: Final = 2
 """The first counter of the energy's own."""
 COUNTERS: Final = 4
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 Random = NDArray[np.uint64]
 
 _STAR: Final = np.uint64(0x2545F4914F6CDD1D)
@@ -67,7 +64,7 @@ class AnnealingState(NamedTuple):
 class AnnealingOptions(NamedTuple):
     """Initial temperature, probabilities of the kinds of moves, and sizes.
 
-    Without a swap, run or cluster one op options. A cluster spreads to each neighbour with a
+    Without a swap, run or cluster one op moves. A cluster spreads to each neighbour with a
     probability that is drawn once per move.
     """
 
@@ -176,10 +173,7 @@ def seeded(seed: int) -> Random:
 
 @compiled_borrowing
 def uniform(state: Random) -> float:
-    """Return the next number in 0 <= x < 1 (xorshift64*, Vigna: arXiv 1402.6246).
-
-    The numbers are the same on every machine.
-    """
+    """Return the next number in 0 <= x < 1 (xorshift64*, Vigna: arXiv 1402.6246)."""
     x = state[0]
     x ^= x >> _A
     x ^= x << _B

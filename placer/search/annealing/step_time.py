@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
+from envs.problem import Floats, Ints
 from envs.simulator import (
     INFEASIBLE_NS,
     NO_LIMIT_NS,
@@ -77,9 +78,9 @@ CHAIN: Final = FREE + 1
 class Ranking(NamedTuple):
     """Data of N ops that only this energy needs, and its options."""
 
-    priority: NDArray[np.float64]  # (N,) N - rank
-    best_priority: NDArray[np.float64]  # (N,)
-    chain: NDArray[np.int32]  # (N,) the first counters[CHAIN] entries are the critical chain
+    priority: Floats  # (N,) N - rank
+    best_priority: Floats  # (N,)
+    chain: Ints  # (N,) the first counters[CHAIN] entries are the critical chain
     memory: int  # how the simulator treats memory
     senders: float
 

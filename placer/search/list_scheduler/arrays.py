@@ -6,13 +6,12 @@ not depend on how ops or devices are numbered.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import by_pointer
-from envs.problem import Problem
+from envs.problem import Bools, Floats, Ints, Problem
 from envs.simulator.bounds import levels
 
 OP_FEATURE_COUNT: Final = 7
@@ -28,32 +27,32 @@ class SchedulingArrays(NamedTuple):
     pairs of devices. ``edge_ns`` (E) is the mean transfer time of an incoming edge.
     """
 
-    cost: NDArray[np.float64]  # (N, D) ns, 0 where not allowed
-    allowed: NDArray[np.bool_]  # (N, D)
-    successor_start: NDArray[np.int32]
-    successors: NDArray[np.int32]
-    predecessor_start: NDArray[np.int32]
-    predecessors: NDArray[np.int32]
-    edge_bytes: NDArray[np.float64]  # (E,) by target, as predecessors
-    edge_ns: NDArray[np.float64]  # (E,) by target
-    group: NDArray[np.int32]  # (N,)
-    latency: NDArray[np.float64]  # (D, D) ns
-    ns_per_byte: NDArray[np.float64]  # (D, D)
-    connected: NDArray[np.bool_]  # (D, D)
-    queue: NDArray[np.int32]  # (D, D), -1 if transfers never wait
+    cost: Floats  # (N, D) ns, 0 where not allowed
+    allowed: Bools  # (N, D)
+    successor_start: Ints
+    successors: Ints
+    predecessor_start: Ints
+    predecessors: Ints
+    edge_bytes: Floats  # (E,) by target, as predecessors
+    edge_ns: Floats  # (E,) by target
+    group: Ints  # (N,)
+    latency: Floats  # (D, D) ns
+    ns_per_byte: Floats  # (D, D)
+    connected: Bools  # (D, D)
+    queue: Ints  # (D, D), -1 if transfers never wait
     queue_count: int
-    out_queue: NDArray[np.int32]  # (D,) a queue that transfers from a device wait in, or -1
+    out_queue: Ints  # (D,) a queue that transfers from a device wait in, or -1
     once_per_destination: bool
-    memory: NDArray[np.float64]  # (D,) bytes
+    memory: Floats  # (D,) bytes
     memory_matters: bool  # False if everything fits on every device
-    resident: NDArray[np.float64]  # (N,) bytes of parameters, gradients, optimizer state
-    group_resident: NDArray[np.float64]  # (C,) bytes
-    output: NDArray[np.float64]  # (N,) bytes
-    held: NDArray[np.float64]  # (N,) bytes
-    workspace: NDArray[np.float64]  # (N,) bytes
-    order_base: NDArray[np.float64]  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
-    op_features: NDArray[np.float64]  # (N, 7)
-    bottom_level: NDArray[np.float64]  # (N,) ns, with mean costs and transfers
+    resident: Floats  # (N,) bytes of parameters, gradients, optimizer state
+    group_resident: Floats  # (C,) bytes
+    output: Floats  # (N,) bytes
+    held: Floats  # (N,) bytes
+    workspace: Floats  # (N,) bytes
+    order_base: Floats  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
+    op_features: Floats  # (N, 7)
+    bottom_level: Floats  # (N,) ns, with mean costs and transfers
     scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
 
@@ -89,13 +88,14 @@ def scheduling_arrays(problem: Problem) -> SchedulingArrays:
     critical_path = max(float((head + tail).max()), 1.0)
     send_ns = np.zeros(count)
     np.maximum.at(send_ns, predecessors, edge_ns)
-    features = _op_features(
-        cheapest / scale,
-        send_ns / scale,
+    features = (
+        soft_log(cheapest / scale),
+        soft_log(send_ns / scale),
         head / critical_path,
-        tail / critical_path,
-        np.diff(predecessor_start),
-        np.diff(start),
+        1.0 - (head / critical_path + tail / critical_path),
+        soft_log(np.diff(predecessor_start).astype(np.float64)) / 2.0,
+        soft_log(np.diff(start).astype(np.float64)) / 2.0,
+        soft_log(send_ns / scale / (cheapest / scale + 1e-3)) / 2.0,
     )
     resident = np.array(graph.resident_bytes, np.float64)
     group = np.array(graph.group, np.int32)
@@ -132,14 +132,14 @@ def scheduling_arrays(problem: Problem) -> SchedulingArrays:
         held=held,
         workspace=workspace,
         order_base=BASE_ORDER_SCORE * tail / max(float(tail.max()), 1.0),
-        op_features=features,
+        op_features=np.ascontiguousarray(np.stack(features, axis=1)),
         bottom_level=tail,
         scale=scale,
         critical_path=critical_path,
     )
 
 
-def soft_log(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def soft_log(x: Floats) -> Floats:
     """Approximate log(1 + x) for x >= 0 by square roots alone: the same on every machine.
 
     With r = (1 + x) ** (1/4) it is 2 (r - 1/r): 0.5 % high at x = 1, 6 % at x = 10.
@@ -148,31 +148,8 @@ def soft_log(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(2.0 * (root - 1.0 / root))
 
 
-def _mean_link(
-    problem: Problem, latency: NDArray[np.float64], ns_per_byte: NDArray[np.float64]
-) -> tuple[float, float]:
+def _mean_link(problem: Problem, latency: Floats, ns_per_byte: Floats) -> tuple[float, float]:
     pairs = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
     if not pairs.any():
         return 0.0, 0.0
     return float(latency[pairs].mean()), float(ns_per_byte[pairs].mean())
-
-
-def _op_features(
-    cost: NDArray[np.float64],
-    send: NDArray[np.float64],
-    head: NDArray[np.float64],
-    tail: NDArray[np.float64],
-    in_degree: NDArray[Any],
-    out_degree: NDArray[Any],
-) -> NDArray[np.float64]:
-    """Return the features (N, 7); times are in units of the scale or of the critical path."""
-    columns = (
-        soft_log(cost),
-        soft_log(send),
-        head,
-        1.0 - (head + tail),
-        soft_log(in_degree.astype(np.float64)) / 2.0,
-        soft_log(out_degree.astype(np.float64)) / 2.0,
-        soft_log(send / (cost + 1e-3)) / 2.0,
-    )
-    return np.ascontiguousarray(np.stack(columns, axis=1))

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline
+from envs.problem import Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import OP_FEATURE_COUNT, SchedulingArrays
 from placer.search.list_scheduler.partial_schedule import (
     PartialSchedule,
@@ -48,7 +49,7 @@ MOST_SIBLINGS: Final = 8
 FARTHEST_FINISH: Final = 10.0
 
 
-def _heft() -> NDArray[np.float64]:
+def _heft() -> Floats:
     weights = np.zeros(WEIGHT_COUNT)
     weights[OP_FEATURE_COUNT + 1] = -2.0
     weights.setflags(write=False)
@@ -59,9 +60,7 @@ HEFT: Final = _heft()
 """Weights (21,) of the classic heuristic: highest upward rank first, earliest finish time."""
 
 
-def decode(
-    problem: SchedulingArrays, weights: NDArray[np.floating[Any]]
-) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def decode(problem: SchedulingArrays, weights: NDArray[np.floating[Any]]) -> tuple[Ints, Floats]:
     """Return devices (N,) and priorities (N,) decoded from ``weights`` (21,)."""
     devices, priority = decode_batch(problem, np.asarray(weights)[None])
     return devices[0], priority[0]
@@ -71,13 +70,10 @@ def decode_batch(
     problem: SchedulingArrays,
     weights: NDArray[np.floating[Any]],
     schedule: PartialSchedule | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+) -> tuple[Ints, Floats]:
     """Return devices (B, N) and priorities (B, N) decoded from ``weights`` (B, 21).
 
     Pass ``schedule``, scratch space for the problem, to avoid its allocation in repeated calls.
-
-    Raises:
-        ValueError: the weights have another shape, or are not all finite.
     """
     rows = np.array(weights, np.float64, order="C")
     if rows.ndim != 2 or rows.shape[1] != WEIGHT_COUNT:
@@ -91,7 +87,7 @@ def decode_batch(
     return devices, priority
 
 
-def _order_scores(problem: SchedulingArrays, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+def _order_scores(problem: SchedulingArrays, rows: Floats) -> Floats:
     """Return order scores (B, N), summed feature by feature: the same on every machine."""
     scores = np.repeat(problem.order_base[None], len(rows), axis=0)
     for k in range(OP_FEATURE_COUNT):
@@ -110,10 +106,10 @@ def soft_log1(x: float) -> float:
 def _decode(
     o: SchedulingArrays,
     schedule: PartialSchedule,
-    orders: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    devices: NDArray[np.int32],
-    priority: NDArray[np.float64],
+    orders: Longs,
+    weights: Floats,
+    devices: Ints,
+    priority: Floats,
 ) -> None:
     """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
     for row in range(len(orders)):
@@ -124,10 +120,10 @@ def _decode(
 def _decode_in_order(
     o: SchedulingArrays,
     schedule: PartialSchedule,
-    order: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    devices: NDArray[np.int32],
-    priority: NDArray[np.float64],
+    order: Longs,
+    weights: Floats,
+    devices: Ints,
+    priority: Floats,
 ) -> None:
     u = weights[OP_FEATURE_COUNT:]
     count = len(devices)
@@ -158,8 +154,8 @@ def _decode_in_order(
 def _choose(
     o: SchedulingArrays,
     schedule: PartialSchedule,
-    devices: NDArray[np.int32],
-    u: NDArray[np.float64],
+    devices: Ints,
+    u: Floats,
     v: int,
     latest: int,
     best_tier: int,
@@ -226,9 +222,7 @@ def _choose(
 
 
 @compiled_inline
-def _siblings(
-    o: SchedulingArrays, v: int, devices: NDArray[np.int32], sibling: NDArray[np.float64]
-) -> float:
+def _siblings(o: SchedulingArrays, v: int, devices: Ints, sibling: Floats) -> float:
     """Fill ``sibling`` with transfer times of the consumers' other placed inputs; return the sum.
 
     Only the first :data:`MOST_SIBLINGS` inputs of the first :data:`MOST_CONSUMERS` consumers count.

@@ -9,30 +9,37 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
+from envs.problem import Bools, Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import SchedulingArrays
+from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule, reset
 
 WINDOW: Final = 128
 """Number of ready ops considered in each round, those with the highest upward ranks; this makes N *
 128 * D steps."""
 
 
-def etf(problem: SchedulingArrays) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def etf(problem: SchedulingArrays) -> tuple[Ints, Floats]:
     """Return devices (N,) and priorities (N,) of Earliest Task First.
 
     Memory in use counts parameters, gradients, optimizer state and held bytes of the placed ops,
     without their outputs. A device without room for an op's own bytes and output is excluded if
     another has room.
     """
-    devices = np.full(len(problem.group), -1, np.int32)
-    priority = np.zeros(len(problem.group))
-    _etf(problem, _nothing_placed(problem), devices, priority)
+    count, device_count = problem.cost.shape
+    devices, priority = np.full(count, -1, np.int32), np.zeros(count)
+    schedule = empty_schedule(problem)
+    order = np.argsort(-problem.bottom_level, kind="stable")
+    schedule.rank[order] = np.arange(count)
+    arrivals = _Arrivals(
+        data=np.zeros((count, device_count)), reach=np.ones((count, device_count), np.bool_)
+    )
+    _etf(problem, schedule, arrivals, order, devices, priority)
     return devices, priority
 
 
-def memory_etf(problem: SchedulingArrays) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def memory_etf(problem: SchedulingArrays) -> tuple[Ints, Floats]:
     """Return devices (N,) and priorities (N,) of m-ETF, where outputs stay for the whole step.
 
     This is how Baechi counts a training step (Jeon et al., arXiv 2301.08695). An op's workspace
@@ -45,53 +52,32 @@ def memory_etf(problem: SchedulingArrays) -> tuple[NDArray[np.int32], NDArray[np
 
 
 @by_pointer
-class _Progress(NamedTuple):
-    """Partial schedule of N ops on D devices; times in ns."""
+class _Arrivals(NamedTuple):
+    """Inputs of the ready ops, for every device."""
 
-    order: NDArray[np.int64]  # (N,) ops, the highest upward rank first
-    rank: NDArray[np.int64]  # (N,) position of each op in the order
-    waiting: NDArray[np.int32]  # (N,) number of inputs not yet placed
-    finish: NDArray[np.float64]  # (N,)
-    sent: NDArray[np.float64]  # (N, D) arrival of a copy of an output, -1 if not sent
-    pinned: NDArray[np.int32]  # device of each co-location group, or -1
-    free: NDArray[np.float64]  # (D,)
-    queue_free: NDArray[np.float64]  # by queue
-    used: NDArray[np.float64]  # (D,) bytes
-    data: NDArray[np.float64]  # (N, D) arrival of all inputs of a ready op
-    reach: NDArray[np.bool_]  # (N, D) whether links connect all inputs to it
-    ready: NDArray[np.int64]  # (N,) ranks, ascending
-
-
-def _nothing_placed(problem: SchedulingArrays) -> _Progress:
-    count, device_count = problem.cost.shape
-    order = np.argsort(-problem.bottom_level, kind="stable")
-    rank = np.empty(count, np.int64)
-    rank[order] = np.arange(count)
-    return _Progress(
-        order=order,
-        rank=rank,
-        waiting=np.diff(problem.predecessor_start),
-        finish=np.zeros(count),
-        sent=np.full((count, device_count), -1.0),
-        pinned=np.full(len(problem.group_resident), -1, np.int32),
-        free=np.zeros(device_count),
-        queue_free=np.zeros(problem.queue_count),
-        used=np.zeros(device_count),
-        data=np.zeros((count, device_count)),
-        reach=np.ones((count, device_count), np.bool_),
-        ready=np.empty(count, np.int64),
-    )
+    data: Floats  # (N, D) arrival of all inputs, ns
+    reach: Bools  # (N, D) whether links connect all inputs to it
 
 
 @compiled_borrowing
 def _etf(
-    o: SchedulingArrays, now: _Progress, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    o: SchedulingArrays,
+    schedule: PartialSchedule,
+    arrivals: _Arrivals,
+    order: Longs,
+    devices: Ints,
+    priority: Floats,
 ) -> None:
-    """Fill ``devices`` (N,), initially -1, and ``priority`` (N,)."""
+    """Fill ``devices`` (N,), initially -1, and ``priority`` (N,); ``order`` is by upward rank.
+
+    The heap of the schedule holds the ranks of all ready ops, ascending.
+    """
     count, device_count = o.cost.shape
-    order, waiting, finish, free = now.order, now.waiting, now.finish, now.free
-    pinned, queue_free, sent, data = now.pinned, now.queue_free, now.sent, now.data
-    rank, ready, reach, used = now.rank, now.ready, now.reach, now.used
+    waiting, finish, free = schedule.waiting, schedule.finish, schedule.free
+    pinned, queue_free, sent = schedule.pinned, schedule.queue_free, schedule.sent
+    rank, ready, used = schedule.rank, schedule.heap, schedule.resident
+    data, reach = arrivals.data, arrivals.reach
+    reset(o, schedule)
     size = 0
     for r in range(count):
         if waiting[order[r]] == 0:
@@ -170,8 +156,8 @@ def _arrival(
     home: int,
     device: int,
     finish: float,
-    sent: NDArray[np.float64],
-    queue_free: NDArray[np.float64],
+    sent: Floats,
+    queue_free: Floats,
 ) -> float:
     """Return when edge ``e``, produced at ``finish`` on ``home``, arrives on ``device``."""
     copied = sent[o.predecessors[e], device]

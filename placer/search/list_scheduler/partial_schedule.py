@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_inline, int64
+from envs.problem import Bools, Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import SchedulingArrays
 
 
@@ -15,33 +15,35 @@ from placer.search.list_scheduler.arrays import SchedulingArrays
 class PartialSchedule(NamedTuple):
     """State of a decode; N ops, D devices. Create it with :func:`empty_schedule` and reuse it."""
 
-    rank: NDArray[np.int64]  # (N,) of the order score
-    heap: NDArray[np.int64]  # (N,) ranks of ready ops
-    waiting: NDArray[np.int32]  # (N,) number of inputs not yet placed
-    unread: NDArray[np.int32]  # (N,) number of consumers not yet placed
-    heaviest_home: NDArray[np.int32]  # (N,) device of a ready op's heaviest input, or -1
-    finish: NDArray[np.float64]  # (N,) ns
-    sent: NDArray[np.float64]  # (N, D) arrival of a copy of an output, -1 if not sent
-    pinned: NDArray[np.int32]  # device of each co-location group, or -1
-    queue_free: NDArray[np.float64]  # by queue, ns
-    free: NDArray[np.float64]  # from here on (D,); when the device is free, ns
-    load: NDArray[np.float64]
-    resident: NDArray[np.float64]  # bytes of parameters, gradients and optimizer state
-    active: NDArray[np.float64]  # bytes of outputs and copies that are still needed
-    peak: NDArray[np.float64]  # peak of active bytes so far
-    crowd: NDArray[np.float64]  # ready ops whose heaviest input is there
-    data: NDArray[np.float64]  # from here on of the current op: arrival of all inputs, ns
-    bring: NDArray[np.float64]  # transfer time of the inputs that are not there, ns
-    bring_bytes: NDArray[np.float64]
-    have: NDArray[np.float64]  # mean transfer time of the inputs already there, ns
-    reach: NDArray[np.bool_]
-    sibling: NDArray[np.float64]
-    tier: NDArray[np.int64]
+    rank: Longs  # (N,) of the order score
+    heap: Longs  # (N,) ranks of ready ops
+    waiting: Ints  # (N,) number of inputs not yet placed
+    unread: Ints  # (N,) number of consumers not yet placed
+    heaviest_home: Ints  # (N,) device of a ready op's heaviest input, or -1
+    finish: Floats  # (N,) ns
+    sent: Floats  # (N, D) arrival of a copy of an output, -1 if not sent
+    pinned: Ints  # device of each co-location group, or -1
+    queue_free: Floats  # by queue, ns
+    free: Floats  # from here on (D,); when the device is free, ns
+    load: Floats
+    resident: Floats  # bytes of parameters, gradients and optimizer state
+    active: Floats  # bytes of outputs and copies that are still needed
+    peak: Floats  # peak of active bytes so far
+    crowd: Floats  # ready ops whose heaviest input is there
+    data: Floats  # from here on of the current op: arrival of all inputs, ns
+    bring: Floats  # transfer time of the inputs that are not there, ns
+    bring_bytes: Floats
+    have: Floats  # mean transfer time of the inputs already there, ns
+    reach: Bools
+    sibling: Floats
+    tier: Longs
 
 
 def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
     """Allocate scratch space for decodes of a problem."""
     count, devices = problem.cost.shape
+    of_devices = ("free", "load", "resident", "active", "peak", "crowd")
+    of_inputs = ("data", "bring", "bring_bytes", "have", "sibling")
     return PartialSchedule(
         rank=np.zeros(count, np.int64),
         heap=np.zeros(count, np.int64),
@@ -52,53 +54,36 @@ def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
         sent=np.zeros((count, devices)),
         pinned=np.zeros(len(problem.group_resident), np.int32),
         queue_free=np.zeros(problem.queue_count),
-        free=np.zeros(devices),
-        load=np.zeros(devices),
-        resident=np.zeros(devices),
-        active=np.zeros(devices),
-        peak=np.zeros(devices),
-        crowd=np.zeros(devices),
-        data=np.zeros(devices),
-        bring=np.zeros(devices),
-        bring_bytes=np.zeros(devices),
-        have=np.zeros(devices),
         reach=np.zeros(devices, np.bool_),
-        sibling=np.zeros(devices),
         tier=np.zeros(devices, np.int64),
+        **{name: np.zeros(devices) for name in (*of_devices, *of_inputs)},
     )
 
 
 @compiled_inline
 def reset(o: SchedulingArrays, schedule: PartialSchedule) -> int:
     """Reset the state, put the sources on the heap, and return the size of the heap."""
-    count, device_count = o.cost.shape
     size = int64(0)
-    for i in range(count):
+    for i in range(len(schedule.waiting)):
         schedule.waiting[i] = o.predecessor_start[i + 1] - o.predecessor_start[i]
         schedule.unread[i] = o.successor_start[i + 1] - o.successor_start[i]
-        schedule.heaviest_home[i] = -1
-        for d in range(device_count):
-            schedule.sent[i, d] = -1.0
         if schedule.waiting[i] == 0:
             size = push(schedule.heap, size, schedule.rank[i])
-    for group in range(len(schedule.pinned)):
-        schedule.pinned[group] = -1
-    for q in range(len(schedule.queue_free)):
-        schedule.queue_free[q] = 0.0
-    for d in range(device_count):
-        schedule.free[d] = 0.0
-        schedule.load[d] = 0.0
-        schedule.resident[d] = 0.0
-        schedule.active[d] = 0.0
-        schedule.peak[d] = 0.0
-        schedule.crowd[d] = 0.0
+    schedule.heaviest_home[:] = -1
+    schedule.sent[:] = -1.0
+    schedule.pinned[:] = -1
+    schedule.queue_free[:] = 0.0
+    schedule.free[:] = 0.0
+    schedule.load[:] = 0.0
+    schedule.resident[:] = 0.0
+    schedule.active[:] = 0.0
+    schedule.peak[:] = 0.0
+    schedule.crowd[:] = 0.0
     return size
 
 
 @compiled_inline
-def gather_inputs(
-    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], v: int
-) -> int:
+def gather_inputs(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int) -> int:
     """Compute arrival and transfer times of op v's inputs for every device.
 
     Returns the device of the input that finishes last.
@@ -163,9 +148,7 @@ def rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int:
 
 
 @compiled_inline
-def commit(
-    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], v: int, d: int
-) -> None:
+def commit(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int, d: int) -> None:
     """Send the inputs that device d lacks, and run op v there."""
     schedule.resident[d] += _new_resident_bytes(o, schedule, v)
     if o.group[v] >= 0:
@@ -195,9 +178,7 @@ def commit(
 
 
 @compiled_inline
-def release(
-    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], v: int, d: int
-) -> None:
+def release(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int, d: int) -> None:
     """Account for op v's output, and free inputs without further consumers, with all copies."""
     schedule.active[d] += o.output[v] + o.held[v]
     schedule.peak[d] = max(schedule.peak[d], schedule.active[d] + o.workspace[v])
@@ -223,9 +204,7 @@ def _new_resident_bytes(o: SchedulingArrays, schedule: PartialSchedule, v: int) 
 
 
 @compiled_inline
-def find_heaviest(
-    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], w: int
-) -> None:
+def find_heaviest(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, w: int) -> None:
     """Store the device of the heaviest input of op w, which has become ready."""
     heavy = -1.0
     for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
@@ -236,7 +215,7 @@ def find_heaviest(
 
 
 @compiled_inline
-def push(heap: NDArray[np.int64], size: int, rank: int) -> int:
+def push(heap: Longs, size: int, rank: int) -> int:
     """Add a rank to a binary heap of ``size``; return the new size."""
     hole = size
     while hole > 0 and heap[(hole - 1) >> 1] > rank:
@@ -247,7 +226,7 @@ def push(heap: NDArray[np.int64], size: int, rank: int) -> int:
 
 
 @compiled_inline
-def pop(heap: NDArray[np.int64], size: int) -> int:
+def pop(heap: Longs, size: int) -> int:
     """Remove and return the smallest rank; the heap then has ``size - 1``."""
     top = heap[0]
     last = heap[size - 1]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import placer
 from envs.hardware.cluster import Sharing, cluster_to_toml
 from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import memory_shortfall
-from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.random_problems import best_step_ns, random_problem
 
 pytest.importorskip("ortools")
 
@@ -25,31 +23,16 @@ from placer.cli.main import main
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
 from placer.search.candidate import Candidate
-from placer.search.evaluator import Evaluator
 from placer.search.exact import LARGEST
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
 
 
-def best_of_all(problem: Problem) -> int:
-    """Return the shortest step over all placements and all orders."""
-    evaluator, count = Evaluator(problem), problem.op_count
-    orders = np.array(list(permutations(range(count))), np.float64)
-    steps = [
-        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min())
-        for plan in np.array(list(product(range(problem.device_count), repeat=count)), np.int32)
-        if keeps_groups(problem, plan) and keeps_limits(problem, plan)
-    ]
-    return min(steps)
-
-
-def solved(problem: Problem) -> tuple[Candidate, bool]:
-    """Return the best candidate and whether it is proven to be optimal."""
-    told: list[str] = []
-    [found] = placer_named("exact").place(
-        SearchRequest(problem, Budget(evaluations=3000), progress=lambda _, text: told.append(text))
-    )
-    return found, told[-1] == "exact, proven to be the best"
+def solved(problem: Problem, evaluations: int = 3000) -> Candidate:
+    """Return the candidate of the exact search."""
+    request = SearchRequest(problem, Budget(evaluations=evaluations))
+    [found] = placer_named("exact").place(request)
+    return found
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
@@ -64,28 +47,8 @@ def test_it_is_the_best_of_all_plans_of_a_tiny_graph(seed: int, sharing: Sharing
         pins=seed == 4,
         sharing=sharing,
     )
-    found, proven = solved(problem)
-    assert proven
-    assert found.step_ns == best_of_all(problem)
-
-
-@pytest.mark.parametrize("seed", [0, 3])
-def test_without_queues_what_it_proves_is_never_beaten(seed: int) -> None:
-    problem = random_problem(seed, ops=18, devices=3, unequal=seed > 1, sharing="none")
-    found, proven = solved(problem)
-    annealed = placer_named("annealing").place(
-        SearchRequest(problem, Budget(evaluations=8000), seed=seed)
-    )
-    assert proven
-    assert found.step_ns <= annealed[0].step_ns
-
-
-def test_parameters_are_spread_where_one_device_cannot_hold_them() -> None:
-    parameters = int(random_problem(1, ops=10).graph.parameter_bytes.sum())
-    problem = random_problem(1, ops=10, devices=2, memory_bytes=int(0.9 * parameters))
-    found, _ = solved(problem)
-    assert found.step_ns < INFEASIBLE_NS
-    assert len(set(found.devices.tolist())) == 2
+    found = solved(problem)
+    assert found.step_ns == found.bound_ns == best_step_ns(problem)
 
 
 def test_a_graph_with_too_many_ops_is_refused_in_a_sentence() -> None:
@@ -101,8 +64,8 @@ def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
 ) -> None:
     resident = int(random_problem(seed, ops=5).graph.resident_bytes.sum())
     problem = random_problem(seed, ops=5, devices=2, memory_bytes=int(share * resident))
-    [found] = placer_named("exact").place(SearchRequest(problem, Budget(evaluations=300)))
-    best_ns = best_of_all(problem)
+    found = solved(problem, 300)
+    best_ns = best_step_ns(problem)
     assert found.bound_ns is not None
     assert found.bound_ns <= best_ns if best_ns < OVERFULL_NS else found.bound_ns > 0
 
@@ -111,7 +74,7 @@ def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
 @pytest.mark.parametrize("sharing", ["egress", "bus"])
 def test_the_bound_of_a_solver_that_was_stopped_holds(seed: int, sharing: Sharing) -> None:
     problem = random_problem(seed, ops=18, devices=3, unequal=True, sharing=sharing)
-    [found] = placer_named("exact").place(SearchRequest(problem, Budget(evaluations=60)))
+    found = solved(problem, 60)
     annealed = placer_named("annealing").place(
         SearchRequest(problem, Budget(evaluations=8000), seed=seed)
     )
@@ -141,22 +104,16 @@ def small(tmp_path: Path) -> list[str]:
     return ["optimize", str(graph), "--cluster", str(cluster), "--placer", "exact", "--out", out]
 
 
-def test_the_command_says_that_a_placement_is_proven_optimal(
-    small: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("budget", ["3000e", "3e"])
+def test_the_command_says_whether_a_placement_is_proven_optimal_or_the_gap(
+    budget: str, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*small, "--budget", "3000e", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert "Proven optimal" in found["verdict"]
-    assert found["lower_bound_s"] == min(row["predicted_step_s"] for row in found["candidates"])
-
-
-def test_the_command_says_how_far_the_solver_was_from_a_proof(
-    small: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*small, "--budget", "3e", "--json"]) == 0
+    assert main([*small, "--budget", budget, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     gap = 1 - found["lower_bound_s"] / min(row["predicted_step_s"] for row in found["candidates"])
-    assert f"Not proven optimal: the solver stopped with a gap of {gap:.1%}" in found["verdict"]
+    assert (gap == 0) == (budget == "3000e")
+    expected = "Proven optimal" if gap == 0 else f"stopped with a gap of {gap:.1%}"
+    assert expected in found["verdict"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from placer.search.heuristics import (
     first_layers,
     heuristics,
     layer_numbers,
-    layer_of,
     layer_split,
     round_robin,
     single_device,
@@ -104,12 +103,6 @@ def test_it_is_a_candidate_only_where_a_device_is_too_small() -> None:
     assert names == ["single d0"]
 
 
-def test_layers_are_named_up_to_their_first_number() -> None:
-    assert layer_of("") == ""
-    assert layer_of("encoder.layer10") == "encoder.layer10"
-    assert layer_of("h.10.mlp.2") == "h.10"
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(1, 5), st.booleans())
 def test_heuristics_keep_groups_and_limits(seed: int, devices: int, unequal: bool) -> None:
@@ -129,13 +122,9 @@ def test_trivial_placements_without_limits() -> None:
     assert (np.diff(split) >= 0).all()
     load = np.bincount(split, problem.cost_ns[order, 0])
     assert load.max() < 1.3 * load.mean()
+    unequal = random_problem(0, ops=200, devices=2, unequal=True)
+    assert 0.15 < (layer_split(unequal) == 1).mean() < 0.4
     assert round_robin(problem)[order].tolist() == [i % 3 for i in range(60)]
-
-
-def test_a_slow_device_gets_a_smaller_part_of_the_layers() -> None:
-    problem = random_problem(0, ops=200, devices=2, unequal=True)
-    share = np.bincount(layer_split(problem), minlength=2) / 200
-    assert 0.15 < share[1] < 0.4
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.simulator import Simulator
 from placer.policies import load
 from placer.search.annealing.step_time import MOST_STARTS, STEPS_PER_START
 from placer.search.candidate import Candidate, Kind
@@ -20,7 +18,7 @@ from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
 from placer.search.portfolio import Portfolio
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
-from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.random_problems import best_step_ns, keeps_groups, keeps_limits, random_problem
 
 
 class Fixed:
@@ -81,23 +79,6 @@ def test_candidates_are_ranked_simulated_and_never_worse_than_heuristics(
     assert shares[-1] == 1.0
 
 
-def test_search_beats_the_heuristics_where_there_is_room() -> None:
-    problem = random_problem(2, ops=120, devices=4, order="priority")
-    found = Portfolio().place(SearchRequest(problem, Budget(evaluations=3000)))
-    heuristic = min(c.step_ns for c in found if c.kind in (Kind.HEFT, Kind.ETF))
-    assert found[0].step_ns < 0.97 * heuristic
-
-
-def test_placements_that_do_not_fit_come_last() -> None:
-    parameters = int(random_problem(1).graph.parameter_bytes.sum())
-    problem = random_problem(1, memory_bytes=int(0.75 * parameters))
-    found = Portfolio().place(SearchRequest(problem, Budget(evaluations=2000)))
-    assert found[0].step_ns < INFEASIBLE_NS
-    assert {c.name for c in found if c.step_ns == INFEASIBLE_NS} >= {
-        f"single device:{d}" for d in range(3)
-    }
-
-
 def test_a_search_ends_when_nothing_can_be_better() -> None:
     problem = random_problem(1, ops=2, devices=2)
     assert problem.graph.edge_count == 1
@@ -109,15 +90,9 @@ def test_a_search_ends_when_nothing_can_be_better() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_annealing_finds_the_optimum_of_a_tiny_graph(seed: int) -> None:
     problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
-    evaluator = Evaluator(problem)
-    orders = np.array(list(permutations(range(6))), np.float64)
-    optimum = min(
-        int(evaluator.costs(np.tile(devices, (len(orders), 1)), orders).min())
-        for devices in np.array(list(product(range(2), repeat=6)), np.int32)
-    )
     budget = Budget(evaluations=MOST_STARTS * STEPS_PER_START + 100)
     found = placer_named("annealing").place(SearchRequest(problem, budget, seed=seed))
-    assert found[0].step_ns == optimum
+    assert found[0].step_ns == best_step_ns(problem)
 
 
 def test_evolution_begins_with_heft_and_gets_better() -> None:
