@@ -83,32 +83,6 @@ class Silent:
         """Do nothing."""
 
 
-class Timed:
-    """Forwards progress and records the duration of each stage, in order: {title: seconds}."""
-
-    def __init__(self, shown: Progress) -> None:
-        self.took_s: dict[str, float] = {}
-        self._shown = shown
-        self._title, self._began = "", 0.0
-
-    def stage(self, title: str) -> None:
-        """Complete the previous stage and begin a new one."""
-        self.complete()
-        self._title, self._began = title, time.perf_counter()
-        self._shown.stage(title)
-
-    def advance(self, share: float, text: str = "") -> None:
-        """Forward the report."""
-        self._shown.advance(share, text)
-
-    def complete(self) -> None:
-        """Complete the last stage."""
-        if self._title:
-            spent_s = time.perf_counter() - self._began
-            self.took_s[self._title] = self.took_s.get(self._title, 0.0) + spent_s
-        self._title = ""
-
-
 class PlainLines:
     """Prints a line to stderr when a stage begins and ends, and some in between."""
 

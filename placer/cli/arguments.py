@@ -95,15 +95,15 @@ def _converted(text: str, kind: str) -> Any:
     return float(text) if kind.startswith("float") else text
 
 
+METAVARS: Final[dict[object, str]] = {Path: "FILE", count: "N", seed: "N", float: "X"}
+"""{type of an option: the word for its value in the help}; NAME for others."""
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` and ``--quiet``, which every command has, to its group "output"."""
     group = output_group(parser)
-    group.add_argument("--json", action="store_true", help="result as JSON on stdout")
-    group.add_argument(
-        "--quiet",
-        action="store_true",
-        help="result and errors only: no progress, no remarks, no table",
-    )
+    flag(group, "--json", "result as JSON on stdout")
+    flag(group, "--quiet", "result and errors only: no progress, no remarks, no table")
 
 
 def output_group(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -112,48 +112,69 @@ def output_group(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return groups.get("output") or parser.add_argument_group("output")
 
 
-def add_file(
-    parser: argparse._ActionsContainer, option: str, text: str, *, required: bool = False
+def option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    text: str,
+    *,
+    shown: object = None,
+    default: Any = None,
+    **more: Any,
 ) -> None:
-    """Add an option that names a file."""
-    parser.add_argument(option, type=Path, metavar="FILE", help=text, required=required)
+    """Add an option whose help ends with its default, or with ``shown`` where that is derived."""
+    if "choices" not in more:
+        more.setdefault("metavar", METAVARS.get(more.get("type"), "NAME"))
+    shown = shown or default
+    help_text = text if shown in (None, [], {}) else f"{text} [{shown}]"
+    parser.add_argument(name, default=default, help=help_text, **more)
+
+
+def flag(parser: argparse._ActionsContainer, name: str, text: str) -> None:
+    """Add an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
 
 
 def add_devices(parser: argparse._ActionsContainer, default: str, *, cluster: bool = False) -> None:
     """Add ``--devices``, ``--memory`` and ``--cluster``; ``default`` is only shown in the help."""
-    parser.add_argument(
+    option(
+        parser,
         "--devices",
+        "devices, such as cuda:0,cpu or core:0,core:1 or core:0-3",
+        shown=default,
         metavar="NAMES",
-        help=f"devices, such as cuda:0,cpu or core:0,core:1 or core:0-3 [{default}]",
     )
     add_memory(parser)
     if cluster:
-        add_file(
-            parser, "--cluster", "cluster file (TOML); devices that are not here are simulated"
+        option(
+            parser,
+            "--cluster",
+            "cluster file (TOML); devices that are not here are simulated",
+            type=Path,
         )
 
 
 def add_memory(parser: argparse._ActionsContainer) -> None:
     """Add ``--memory``."""
-    parser.add_argument(
+    option(
+        parser,
         "--memory",
+        "memory to use, as in cuda:0=8GiB,cpu=64GiB",
+        shown="free memory",
         type=memory,
         default={},
         metavar="SIZES",
-        help="memory to use, as in cuda:0=8GiB,cpu=64GiB [free memory]",
     )
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:
     """Add the options that define the step of a model and how it is extracted."""
-    parser.add_argument(
-        "--inference", action="store_true", help="inference step instead of a training step"
-    )
-    parser.add_argument(
+    flag(parser, "--inference", "inference step instead of a training step")
+    option(
+        parser,
         "--optimizer",
+        "optimizer of the training step, as ops of its own",
         choices=[NONE, *STATE],
         default=NONE,
-        help=f"optimizer of the training step, as ops of its own [{NONE}]",
     )
     add_dtype(parser)
     add_extractor(parser)
@@ -161,22 +182,23 @@ def add_model(parser: argparse._ActionsContainer) -> None:
 
 def add_dtype(parser: argparse._ActionsContainer) -> None:
     """Add ``--dtype``."""
-    parser.add_argument(
+    option(
+        parser,
         "--dtype",
+        "dtype of the step; bf16 runs under torch.autocast",
         type=dtype,
         default=FULL,
-        metavar="NAME",
-        help=f"dtype of the step; bf16 runs under torch.autocast [{FULL}]",
     )
 
 
 def add_extractor(parser: argparse._ActionsContainer) -> None:
     """Add ``--extractor``."""
-    parser.add_argument(
+    option(
+        parser,
         "--extractor",
+        "graph extractor; auto is the first that works",
         choices=["auto", "export", "dispatch", "modules"],
         default="auto",
-        help="graph extractor; auto is the first that works [auto]",
     )
 
 
@@ -217,7 +239,9 @@ def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[s
     return ["--inference", *words] if inference and args.inference else words
 
 
-def check_model_options(args: argparse.Namespace, target: str) -> None:
+def check_model_options(
+    args: argparse.Namespace, target: str, *, needs_cluster: bool = True
+) -> None:
     """Check that the options of :func:`add_model` and the devices suit the target.
 
     Raises:
@@ -232,6 +256,8 @@ def check_model_options(args: argparse.Namespace, target: str) -> None:
         raise UsageError(
             "give --devices and --memory, or --cluster: a cluster file has devices and memory sizes"
         )
+    if needs_cluster and is_graph(target) and cluster is None:
+        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
     words = model_options(args)
     words += ["--no-measure"] if getattr(args, "no_measure", False) else []
     if words and is_graph(target):

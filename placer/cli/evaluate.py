@@ -6,27 +6,28 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from placer.cli.arguments import (
     add_devices,
-    add_file,
     add_model,
     check_model_options,
     count,
     is_graph,
+    option,
     output_group,
     target_file,
     target_of,
 )
-from placer.cli.errors import JobError, UsageError, usage_errors
+from placer.cli.errors import JobError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 
 if TYPE_CHECKING:
     from placer.evaluation import Evaluation
     from placer.job import Job
 
-EPILOG = """\
+HELP: Final = "simulate or measure the step of a placement or device_map"
+EPILOG: Final = """\
 examples:
   placer evaluate graph.json --cluster cluster.toml --placement placement.json
   placer evaluate model.py:build --placement placement.json
@@ -34,36 +35,35 @@ examples:
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="simulate or measure the step of a placement or device_map",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("target", help="placed model or graph file, as for placer optimize")
-    add_file(
+    option(
         parser,
         "--placement",
         "placement.json, or device_map as JSON: {module: GPU number or device}",
+        type=Path,
         required=True,
     )
-    parser.add_argument(
+    option(
+        parser,
         "--backend",
+        "source of the step time",
+        shown="measured; simulated for graph files",
         choices=["simulated", "measured"],
-        help="source of the step time [measured; simulated for graph files]",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--micro-batches",
+        "micro-batches per step of a graph file",
+        shown="as placed",
         type=count,
-        metavar="M",
-        help="micro-batches per step of a graph file [as placed]",
     )
     add_devices(parser.add_argument_group("devices"), "those of the placement", cluster=True)
     add_model(parser.add_argument_group("model"))
-    add_file(output_group(parser), "--timeline", "Chrome trace of the simulated step to write")
-    parser.set_defaults(run=run)
+    option(
+        output_group(parser), "--timeline", "Chrome trace of the simulated step to write", type=Path
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--timeline": args.timeline}, {**inputs, "--placement": args.placement})
     check_model_options(args, args.target)
     simulates_graph = is_graph(args.target)
-    if simulates_graph and args.cluster is None:
-        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
     from placer.evaluation import evaluate_job
 
     with usage_errors():

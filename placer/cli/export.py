@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from placer.cli.arguments import (
-    add_file,
     add_memory,
     add_model,
     check_model_options,
+    flag,
     is_graph,
+    option,
     output_group,
     pair,
     target_of,
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from envs.problem import Problem
     from graphs.extract import Extraction
 
-EPILOG = """\
+HELP: Final = "write a placement as a device_map, pipeline split, layer counts or overrides"
+_FORMATS: Final = "\n".join(f"  {name:16}{entry.description}" for name, entry in FORMATS.items())
+EPILOG: Final = f"""\
 formats:
-{formats}
+{_FORMATS}
 
 examples:
   placer export placement.json model.py:build --format device-map --out device_map.json
@@ -35,41 +38,29 @@ examples:
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    formats = [f"  {name:16}{entry.description}" for name, entry in FORMATS.items()]
-    parser = commands.add_parser(
-        "export",
-        help="write a placement as a device_map, pipeline split, layer counts or overrides",
-        epilog=EPILOG.format(formats="\n".join(formats)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("placement", type=Path, help="placement.json")
     parser.add_argument("target", help="placed model, as for placer optimize")
-    parser.add_argument("--format", required=True, choices=list(FORMATS), help="format, see below")
+    option(parser, "--format", "format, see below", required=True, choices=list(FORMATS))
     group = parser.add_argument_group("devices")
-    group.add_argument(
+    option(
+        group,
         "--as",
+        "devices to write, as in core:0=cuda:0,core:1=cuda:1",
+        shown="those placed on",
         dest="renamed",
         type=renamings,
         default={},
         metavar="NAMES",
-        help="devices to write, as in core:0=cuda:0,core:1=cuda:1 [those placed on]",
     )
-    group.add_argument(
-        "--main-device",
-        metavar="NAME",
-        help="device of the inputs, for device-map [first accelerator]",
+    option(
+        group, "--main-device", "device of the inputs, for device-map", shown="first accelerator"
     )
-    group.add_argument(
-        "--predict",
-        action="store_true",
-        help="predicted steps as placed and exported; measures missing op costs",
-    )
+    flag(group, "--predict", "predicted steps as placed and exported; measures missing op costs")
     add_memory(group)
     add_model(parser.add_argument_group("model"))
-    add_file(output_group(parser), "--out", "file to write [standard output]")
-    parser.set_defaults(run=run)
+    option(output_group(parser), "--out", "file to write", shown="standard output", type=Path)
 
 
 def run(args: argparse.Namespace) -> int:

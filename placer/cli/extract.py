@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Final
 
 from placer.cli.arguments import (
     add_devices,
-    add_file,
     add_model,
     check_model_options,
+    flag,
     is_graph,
+    option,
     output_group,
     target_file,
     target_of,
@@ -17,7 +20,8 @@ from placer.cli.arguments import (
 from placer.cli.errors import UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 
-EPILOG = """\
+HELP: Final = "write the graph of a model with measured op costs, or summarize it"
+EPILOG: Final = """\
 examples:
   placer extract graphs/models/inception.py:build --out graph.json --summary
   placer extract model.py:build --inference --costs none --summary
@@ -27,29 +31,16 @@ examples:
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "extract",
-        help="write the graph of a model with measured op costs, or summarize it",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("target", help="model, as for placer optimize, or graph.json to summarize")
     group = parser.add_argument_group("devices")
-    group.add_argument(
-        "--costs", choices=["measured", "none"], help="source of op costs [measured]"
-    )
+    option(group, "--costs", "source of op costs", shown="measured", choices=["measured", "none"])
     add_devices(group, "core:0", cluster=True)
     add_model(parser.add_argument_group("model"))
     group = output_group(parser)
-    add_file(group, "--out", "graph file (JSON) to write")
-    group.add_argument(
-        "--summary",
-        action="store_true",
-        help="ops, FLOPs, sizes, critical path, headroom and costliest ops",
-    )
-    parser.set_defaults(run=run)
+    option(group, "--out", "graph file (JSON) to write", type=Path)
+    flag(group, "--summary", "ops, FLOPs, sizes, critical path, headroom and costliest ops")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.out is None and not args.summary and not args.json:
         raise UsageError("nothing to do: give --out graph.json, --summary or --json")
-    check_model_options(args, args.target)
+    check_model_options(args, args.target, needs_cluster=False)
     for_costs = args.devices or args.cluster or args.memory
     if is_graph(args.target) and (args.costs or for_costs):
         raise UsageError(

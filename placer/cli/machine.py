@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import add_devices, add_file, output_group
+from placer.cli.arguments import add_devices, flag, option, output_group
 from placer.cli.completion import PLACES, completion_script
 from placer.cli.errors import JobError, UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EVERYTHING: Final = "everything"
 SPEEDS: Final = "speeds"
+HELP: Final = "show devices, speeds, noise and cached measurements of this machine"
 EPILOG: Final = f"""\
 examples:
   placer machine --devices core:0,core:1 --out here.toml
@@ -35,30 +36,23 @@ shell completion in every new shell:
 """ + "".join(f"  placer machine --completion {name} > {place}\n" for name, place in PLACES.items())
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "machine",
-        help="show devices, speeds, noise and cached measurements of this machine",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     group = parser.add_argument_group("devices")
     add_devices(group, "auto")
     group = parser.add_argument_group("cache and shell")
-    group.add_argument("--cache", action="store_true", help="list of cached measurements")
-    group.add_argument(
+    flag(group, "--cache", "list of cached measurements")
+    option(
+        group,
         "--clear-cache",
+        f"cached measurements to remove: a device kind, {SPEEDS} or",
+        shown=EVERYTHING,
         nargs="?",
         const=EVERYTHING,
         metavar="WHAT",
-        help=f"cached measurements to remove: a device kind, {SPEEDS} or [{EVERYTHING}]",
     )
-    group.add_argument(
-        "--completion", choices=list(PLACES), help="completion script to print for a shell"
-    )
-    add_file(output_group(parser), "--out", "cluster file (TOML) of the devices to write")
-    parser.set_defaults(run=run)
+    option(group, "--completion", "completion script to print for a shell", choices=list(PLACES))
+    option(output_group(parser), "--out", "cluster file (TOML) of the devices to write", type=Path)
 
 
 def run(args: argparse.Namespace) -> int:

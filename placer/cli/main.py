@@ -44,10 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (optimize, extract, evaluate, export, run, show, train, machine):
-        command.add_to(commands)
-    for command_parser in commands.choices.values():
+        command_parser = commands.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            epilog=optimize.epilog() if command is optimize else command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --device is a typing error, not --devices
+        )
+        command.add_arguments(command_parser)
         add_output(command_parser)
-        command_parser.allow_abbrev = False  # --device is a typing error, not --devices
+        command_parser.set_defaults(run=command.run)
     return parser
 
 

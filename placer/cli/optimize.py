@@ -8,7 +8,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,11 +15,11 @@ from envs.collectives import ALGORITHMS, PAYLOADS
 from envs.replication import AUTO, BATCHES, Replication
 from placer.cli.arguments import (
     add_devices,
-    add_file,
     add_model,
     check_model_options,
     count,
-    model_options,
+    flag,
+    option,
     output_group,
     pair,
     seed,
@@ -37,15 +36,15 @@ from placer.cli.output import (
     say,
     write_error,
 )
-from placer.cli.parser import CommandParser
-from placer.cli.show import write_report
+from placer.cli.show import launch_command_of, write_report
 from placer.search.registry import DEFAULT, listings
 
 if TYPE_CHECKING:
     from placer.job import Job
-    from placer.replicate.result import ReplicaPlan
+    from placer.replicate.result import ReplicatedResult
     from placer.result import Result
 
+HELP: Final = "find the fastest placement of a model and write it"
 EPILOG: Final = f"""\
 targets:
   path/to/model.py:function   called without arguments, returns (model, inputs) or
@@ -86,19 +85,10 @@ PREPARING_S: Final = 20.0
 """Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
 RUNNING_S: Final = 15.0
 """Eight candidates at 1.5 s, see :func:`envs.core_runtime.rounds_for`, and the start of workers."""
-SMALLEST: Final = 0.02
-"""Share of the total time below which a stage is not listed separately."""
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "optimize",
-        help="find the fastest placement of a model and write it",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    assert isinstance(parser, CommandParser)
-    parser.make_epilog = make_epilog
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("target", help="model or graph file, see below")
     add_devices(parser.add_argument_group("devices"), "auto", cluster=True)
     add_model(parser.add_argument_group("model"))
@@ -110,73 +100,62 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="number of data-parallel replicas, and settings, see below",
     )
     group = output_group(parser)
-    group.add_argument(
-        "--out",
-        type=Path,
-        default=Path("placement.json"),
-        metavar="FILE",
-        help="placement file to write [placement.json]",
-    )
-    add_file(group, "--report", "HTML report of the result to write")
-    group.add_argument(
-        "--verbose", action="store_true", help="all remarks, and the meaning of the columns"
-    )
-    parser.set_defaults(run=run)
+    option(group, "--out", "placement file to write", type=Path, default=Path("placement.json"))
+    option(group, "--report", "HTML report of the result to write", type=Path)
+    flag(group, "--verbose", "all remarks, and the meaning of the columns")
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--budget",
-        default="20s",
-        help="search budget: wall time (60s) or evaluations (4000e) [20s]",
+    option(
+        group, "--budget", "search budget: wall time (60s) or evaluations (4000e)", default="20s"
     )
-    group.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the search [0]")
-    group.add_argument(
+    option(group, "--seed", "seed of the search", type=seed, default=0)
+    option(
+        group,
         "--objective",
+        "objective; throughput and max-load are for graph files",
         choices=["latency", "throughput", "max-load"],
         default="latency",
-        help="objective; throughput and max-load are for graph files [latency]",
     )
-    group.add_argument(
+    option(
+        group,
         "--micro-batches",
+        "micro-batches per step; a graph file is that of one",
         type=count,
         default=1,
-        metavar="M",
-        help="micro-batches per step; a graph file is that of one [1]",
     )
-    group.add_argument(
+    option(
+        group,
         "--placer",
+        "search algorithm, see below; heuristics are always included",
         default=DEFAULT,
-        metavar="NAME",
-        help=f"search algorithm, see below; heuristics are always included [{DEFAULT}]",
     )
-    group.add_argument(
-        "--policy",
-        metavar="NAME",
-        help="trained policy that proposes placements, or none [generalist]",
+    option(
+        group, "--policy", "trained policy that proposes placements, or none", shown="generalist"
     )
-    group.add_argument(
+    option(
+        group,
         "--keep-together",
+        "op, module or glob whose matches share a device; repeatable",
         action="append",
         default=[],
-        metavar="NAME",
-        help="op, module or glob whose matches share a device; repeatable",
     )
-    group.add_argument(
+    option(
+        group,
         "--pin",
+        "device for an op, module or glob; repeatable",
         type=pair,
         action="append",
         default=[],
         metavar="NAME=DEVICE",
-        help="device for an op, module or glob; repeatable",
     )
-    add_file(group, "--start-from", "warm start: a placement or device_map, always measured")
-    group.add_argument(
-        "--no-measure", action="store_true", help="simulated result: no candidate is run"
+    option(
+        group, "--start-from", "warm start: a placement or device_map, always measured", type=Path
     )
+    flag(group, "--no-measure", "simulated result: no candidate is run")
 
 
-def make_epilog() -> str:
+def epilog() -> str:
     """Return the end of the help, with all search algorithms."""
     return EPILOG + "".join(
         f"  {listing.name:21}{listing.summary}{f' ({listing.needs})' if listing.needs else ''}\n"
@@ -213,17 +192,11 @@ def run(args: argparse.Namespace) -> int:
         job = job_of(args)
         check_target(args.target)
     from placer.api import run_job
-    from placer.progress import Timed
 
     say(args, estimate(job))
-    stages_s = {"Loading libraries": time.perf_counter() - began}
-    with progress_of(args) as shown:
-        progress = Timed(shown)
+    with progress_of(args) as progress:
         result = run_job(job, progress)
-    progress.complete()
-    searched = time.perf_counter()
     unwritten = _write(result, args)
-    stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
         _print(result, args, total_s)
@@ -237,24 +210,16 @@ def run(args: argparse.Namespace) -> int:
         raise unwritten or JobError(f"{sentence(error)}; the placement is in {args.out}") from error
     if unwritten is not None:
         raise unwritten
-    _remark(result, args, job, duration_by_stage(total_s, stages_s))
+    _remark(result, args, job, total_s)
     return 0
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Return the job that the arguments describe; its target is not loaded yet.
-
-    Raises:
-        UsageError: arguments contradict each other.
-        ValueError: an argument is invalid.
-        OSError: a file cannot be read.
-    """
+    """Return the job that the arguments describe; its target is not loaded yet."""
     from placer.job import Constraints, Job, SearchConfig
 
     check_model_options(args, args.target)
     target = target_of(args)
-    if target.is_graph and args.cluster is None:
-        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
     pins: dict[str, str] = {}
     for name, device in args.pin:
         if pins.setdefault(name, device) != device:
@@ -284,7 +249,7 @@ def _print(result: Result, args: argparse.Namespace, total_s: float) -> None:
     from placer.replicate.result import ReplicatedResult
 
     if isinstance(result, ReplicatedResult):
-        _print_plan(result.replication, args)
+        _print_plan(result, args)
         return
     from placer.report.table import print_result as print_table
 
@@ -296,11 +261,12 @@ def _print(result: Result, args: argparse.Namespace, total_s: float) -> None:
     )
 
 
-def _print_plan(plan: ReplicaPlan, args: argparse.Namespace) -> None:
+def _print_plan(result: ReplicatedResult, args: argparse.Namespace) -> None:
     from placer.replicate.messages import verdict_of
     from placer.report.replicas import plan_to_dict, print_plan
     from placer.result import extraction_to_dict
 
+    plan = result.replication
     print_result(
         args,
         lambda: {
@@ -309,23 +275,11 @@ def _print_plan(plan: ReplicaPlan, args: argparse.Namespace) -> None:
             "stopped": plan.left_out > 0,
             **extraction_to_dict(plan.extraction),
             "out": str(args.out),
-            "command": _command_of(plan, args) or None,
+            "command": launch_command_of(result, args, args.out) or None,
         },
         lambda console: print_plan(plan, console),
         verdict_of(plan),
     )
-
-
-def _command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
-    """Return the command that trains the replicas, "" if the plan cannot be run."""
-    from placer.parallel.plan import launch_command
-    from placer.replicate.messages import run_obstacle
-
-    extraction = plan.extraction
-    if extraction is None or not extraction.step.training or run_obstacle(plan.replicas):
-        return ""
-    options = model_options(args, inference=False)
-    return launch_command(plan.replicas, args.target, args.out, *options)
 
 
 def _write(result: Result, args: argparse.Namespace) -> JobError | None:
@@ -339,7 +293,7 @@ def _write(result: Result, args: argparse.Namespace) -> JobError | None:
             return JobError(f"{write_error(args.out, error)}; {_saved_elsewhere(result, args.out)}")
         if args.report is not None:
             try:
-                write_report(result, result.extraction, args, args.out, args.report)
+                write_report(result, args, args.out, args.report)
             except JobError as error:
                 return JobError(f"{error}; the placement is in {args.out}")
     return None
@@ -364,10 +318,8 @@ def _least_bytes(target: str) -> int:
     return LEAST_BYTES
 
 
-def _remark(result: Result, args: argparse.Namespace, job: Job, took: str) -> None:
+def _remark(result: Result, args: argparse.Namespace, job: Job, total_s: float) -> None:
     """Print output files, sources of costs, duration and next steps."""
-    from placer.replicate.result import ReplicatedResult
-
     if result.extraction is not None and job.search.start_from is not None:
         from placer.exports.existing_map import DeviceMap
 
@@ -379,13 +331,13 @@ def _remark(result: Result, args: argparse.Namespace, job: Job, took: str) -> No
     if args.report is not None:
         remarks.append(f"report: {args.report}")
     remarks += [f"op costs on {kind}: {source}" for kind, source in result.cost_source.items()]
-    remarks += [took, f"seed {args.seed}"]
+    remarks += [f"took {duration(total_s)}", f"seed {args.seed}"]
     hidden = len(result.remarks) - len(result.main_remarks)
     has_table = not (args.json or args.data_parallel is not None)
     if hidden and has_table and not args.verbose:
         remarks.append(f"--verbose prints {hidden} more remark{'s'[: hidden > 1]}")
     say(args, "; ".join(remarks))
-    if isinstance(result, ReplicatedResult) and (command := _command_of(result.replication, args)):
+    if args.data_parallel is not None and (command := launch_command_of(result, args, args.out)):
         say(args, f"train it: {command}")
 
 
@@ -401,16 +353,6 @@ def estimate(job: Job) -> str:
         if is_run and all(map(is_here, job.cluster.names)):
             parts.append(f"runs of the best candidates {duration(RUNNING_S)}")
     return f"Estimated duration: {', '.join(parts)}."
-
-
-def duration_by_stage(total_s: float, stages_s: Mapping[str, float]) -> str:
-    """Return the total duration and that of its longer stages."""
-    parts = [
-        f"{stage.partition(' (')[0].lower()} {duration(stage_s)}"
-        for stage, stage_s in stages_s.items()
-        if stage_s >= SMALLEST * total_s
-    ]
-    return f"took {duration(total_s)}: {', '.join(parts)}"
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final
 
 from envs.hardware.cache_folder import CacheWarning
 from graphs.files import partial_name, written_file
@@ -66,18 +66,11 @@ def plain_warnings() -> Iterator[None]:
     """Print warnings about the cache as remarks, without Python's file and line."""
     before = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, CacheWarning):
             print(f"placer: {message}", file=sys.stderr)
         else:
-            before(message, category, filename, lineno, file, line)
+            before(message, category, *where, **more)
 
     warnings.showwarning = show
     try:

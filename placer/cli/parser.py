@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, NoReturn
 
@@ -23,9 +23,6 @@ class CommandParser(argparse.ArgumentParser):
     it.
     """
 
-    make_epilog: Callable[[], str] | None = None
-    """Makes the end of the help, where that takes time."""
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and exit with code 2 if a word is neither a command nor an option."""
         words = sys.argv[1:] if args is None else list(args)
@@ -37,12 +34,6 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
-
-    def format_help(self) -> str:
-        """Return the help."""
-        if self.make_epilog is not None:
-            self.epilog = self.make_epilog()
-        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Exit with the error in one line and a pointer to the help, as the usage may be long."""

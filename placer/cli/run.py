@@ -9,11 +9,11 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import add_dtype, add_extractor, add_file, count, seed, settings
+from placer.cli.arguments import add_dtype, add_extractor, count, flag, option, seed, settings
 from placer.cli.errors import JOB_FAILED, JobError, UsageError, sentence, usage_errors
 from placer.cli.output import check_outputs, print_result, say
 from placer.parallel.methods.registry import (
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from placer.parallel.run import Run
     from placer.parallel.training import Trained
 
-EPILOG: Final = """\
+HELP: Final = "train or infer with a placed model; under torchrun one replica per rank"
+_METHODS: Final = "\n".join(f"  {method.name:20}{method.sends}" for method in METHODS)
+EPILOG: Final = f"""\
 methods that keep replicas in sync (--sync):
-{methods}
+{_METHODS}
 
 settings of --sync (default: those of the plan, then those of the method):
   accumulate          batches per step of a rank, whose gradients are averaged
-  warmup-steps        plain steps before the method begins [{warmup} of powersgd and onebit]
+  warmup-steps        plain steps before the method begins [{WARMUP_STEPS} of powersgd and onebit]
   period              steps per block
   block-momentum      momentum of block updates, 0 to 1
   block-rate          factor of block updates
@@ -50,62 +52,48 @@ examples:
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    methods = "\n".join(f"  {method.name:20}{method.sends}" for method in METHODS)
-    parser = commands.add_parser(
-        "run",
-        help="train or infer with a placed model; under torchrun one replica per rank",
-        epilog=EPILOG.format(methods=methods, warmup=WARMUP_STEPS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("target", help="placed model: path/to/model.py:function or hf:NAME")
-    add_file(parser, "--placement", "placement.json", required=True)
-    parser.add_argument(
-        "--steps", type=count, required=True, metavar="N", help="total number of steps"
-    )
-    parser.add_argument(
+    option(parser, "--placement", "placement.json", type=Path, required=True)
+    option(parser, "--steps", "total number of steps", type=count, required=True)
+    option(
+        parser,
         "--data",
+        "function from batch number to inputs",
+        shown="made-up batches",
         metavar="FILE:FUNCTION",
-        help="function from batch number to inputs [made-up batches]",
     )
-    parser.add_argument("--seed", type=seed, default=0, help="seed of models and batches [0]")
+    option(parser, "--seed", "seed of models and batches", type=seed, default=0)
     group = parser.add_argument_group("model")
-    group.add_argument("--inference", action="store_true", help="inference instead of training")
+    flag(group, "--inference", "inference instead of training")
     add_dtype(group)
     add_extractor(group)
     _add_training(parser.add_argument_group("training"))
-    parser.set_defaults(run=run)
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default=OPTIMIZERS[0],
-        help=f"optimizer [{OPTIMIZERS[0]}]",
-    )
-    group.add_argument("--lr", type=float, default=0.01, help="learning rate [0.01]")
-    group.add_argument(
+    option(group, "--optimizer", "optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
+    option(group, "--lr", "learning rate", type=float, default=0.01)
+    option(
+        group,
         "--sync",
+        "method that keeps replicas in sync, see below",
+        shown=f"as planned, or {DEFAULT}",
         type=sync_overrides,
         default={},
         metavar="NAME[,KEY=VALUE...]",
-        help=f"method that keeps replicas in sync, see below [as planned, or {DEFAULT}]",
     )
-    add_file(group, "--checkpoint", "checkpoint file to write and resume from")
-    group.add_argument(
-        "--checkpoint-every", type=count, metavar="K", help="steps between checkpoints [all]"
-    )
-    group.add_argument(
-        "--resume", action="store_true", help="continuation from the checkpoint, if there is one"
-    )
-    add_file(group, "--save", "safetensors file for the trained model")
-    group.add_argument(
+    option(group, "--checkpoint", "checkpoint file to write and resume from", type=Path)
+    option(group, "--checkpoint-every", "steps between checkpoints", shown="all", type=count)
+    flag(group, "--resume", "continuation from the checkpoint, if there is one")
+    option(group, "--save", "safetensors file for the trained model", type=Path)
+    option(
+        group,
         "--timeout-s",
+        "seconds of silence after which a rank counts as hung",
         type=float,
         default=300.0,
-        help="seconds of silence after which a rank counts as hung [300.0]",
     )
 
 
@@ -237,10 +225,7 @@ def _infer(args: argparse.Namespace) -> int:
         say(args, "no --data: batches are made up")
     extraction = extract(step, args.extractor)
     seconds = []
-    with usage_errors():
-        placed = apply_extracted(extraction, placement)
-    with ExitStack() as entered:
-        entered.enter_context(placed)
+    with apply_extracted(extraction, placement) as placed:
         for number in range(args.steps):
             inputs, keywords = batches(number)
             began = time.perf_counter()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from placer.cli.arguments import (
     add_devices,
-    add_file,
     add_model,
     check_model_options,
     is_graph,
     model_options,
+    option,
     target_file,
     target_of,
 )
@@ -21,11 +22,11 @@ from placer.cli.output import check_outputs, print_result, progress_of, say, wri
 
 if TYPE_CHECKING:
     from envs.placement import Placement
-    from graphs.extract import Extraction
     from placer.progress import Progress
     from placer.result import Result
 
-EPILOG = """\
+HELP: Final = "show a placement file, in the terminal or as an HTML report"
+EPILOG: Final = """\
 examples:
   placer show placement.json
   placer show placement.json encoder.layers.3
@@ -34,24 +35,22 @@ examples:
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "show",
-        help="show a placement file, in the terminal or as an HTML report",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("placement", type=Path, help="placement.json")
     parser.add_argument(
         "name", nargs="?", help="op or module to locate; (model) for ops in no module"
     )
     group = parser.add_argument_group("report")
-    add_file(group, "--html", "HTML report to write: gain, graph, timeline, memory; needs --target")
-    group.add_argument("--target", help="placed model or graph file, as for placer optimize")
+    option(
+        group,
+        "--html",
+        "HTML report to write: gain, graph, timeline, memory; needs --target",
+        type=Path,
+    )
+    option(group, "--target", "placed model or graph file, as for placer optimize")
     add_devices(group, "those of the placement", cluster=True)
     add_model(parser.add_argument_group("model"))
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,41 +104,19 @@ def _check_report(args: argparse.Namespace) -> None:
     inputs = {"--target": target_file(args.target), "--cluster": args.cluster}
     check_outputs({"--html": args.html}, {"placement": args.placement, **inputs})
     check_model_options(args, args.target)
-    if is_graph(args.target) and args.cluster is None:
-        raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
 
 
 def _report(placement: Placement, args: argparse.Namespace) -> None:
     """Simulate the placement and the heuristics, and write the page."""
     with progress_of(args) as progress:
-        result, extraction = _reviewed(placement, args, progress)
-        write_report(result, extraction, args, args.placement, args.html)
+        result = _reviewed(placement, args, progress)
+        write_report(result, args, args.placement, args.html)
     say(args, f"report: {args.html}")
     if args.json:
-        print_result(args, lambda: _to_dict(result, args.html), lambda _: None)
+        print_result(args, lambda: {**result.to_dict(), "out": str(args.html)}, lambda _: None)
 
 
-def _to_dict(result: Result, out: Path) -> dict[str, Any]:
-    return {
-        "candidates": [
-            {
-                "name": candidate.name,
-                "predicted_s": candidate.predicted_s if candidate.can_run else None,
-                "peak_memory_bytes": dict(candidate.peak_memory_bytes),
-                "why": candidate.why,
-                "placement": candidate is result.best,
-            }
-            for candidate in result.candidates
-        ],
-        "lower_bound_s": result.lower_bound_s,
-        "verdict": result.verdict,
-        "out": str(out),
-    }
-
-
-def _reviewed(
-    placement: Placement, args: argparse.Namespace, progress: Progress
-) -> tuple[Result, Extraction | None]:
+def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress) -> Result:
     from placer.costed_step import costed_step
     from placer.job import Constraints, Job, SearchConfig
     from placer.report.html import reviewed
@@ -156,16 +133,10 @@ def _reviewed(
     with usage_errors():
         placed = placement.aligned(step.problem.graph, step.cluster)
         result = reviewed(step.problem, placed, step.graph.graph["cost_source"])
-    return result, step.extraction
+    return replace(result, extraction=step.extraction)
 
 
-def write_report(
-    result: Result,
-    extraction: Extraction | None,
-    args: argparse.Namespace,
-    placement: Path,
-    path: Path,
-) -> None:
+def write_report(result: Result, args: argparse.Namespace, placement: Path, path: Path) -> None:
     """Write the report of a result whose placement is in a file.
 
     Raises:
@@ -187,27 +158,27 @@ def write_report(
         place=place,
         model=model_options(args),
         search=_search_words(result.placement, args),
-        launch=_launch(result.placement, args, placement, extraction),
+        launch=launch_command_of(result, args, placement),
     )
     with writing(path):
         write_whole(path, page(report_data(result, next_commands(source))))
 
 
-def _launch(
-    placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
-) -> str:
-    """Return the command that trains with the placement, "" if placer cannot run it."""
+def launch_command_of(result: Result, args: argparse.Namespace, path: Path) -> str:
+    """Return the command that trains with a placement file, "" if placer cannot run it."""
     from envs.replication import Replication
     from envs.runtime import has_runtime
     from placer.parallel.plan import launch_command
     from placer.replicate.messages import run_obstacle
 
+    placement, extraction = result.placement, result.extraction
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:
         return ""
-    known = all(map(has_runtime, placement.device_names))
-    if placement.replicas is None and not known:
-        return ""
-    plan = placement.replicas or Replication(groups=(placement.device_names,))
+    plan = placement.replicas
+    if plan is None:
+        if not all(map(has_runtime, placement.device_names)):
+            return ""
+        plan = Replication(groups=(placement.device_names,))
     options = model_options(args, inference=False)
     return "" if run_obstacle(plan) else launch_command(plan, args.target, path, *options)
 

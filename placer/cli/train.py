@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import add_devices, add_file, count, is_graph, output_group, seed
+from placer.cli.arguments import add_devices, count, flag, is_graph, option, output_group, seed
 from placer.cli.errors import JobError, UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from graphs.extract import Workload
     from placer.policies.training import TrainingConfig
 
-EPILOG = """\
+HELP: Final = "train a policy by simulated or measured steps, or evaluate one"
+EPILOG: Final = """\
 A training that was stopped or killed goes on from NAME.checkpoint when the same command is given
 again; with simulated reward it ends as it would have without. NAME.csv has a line for every
 rollout; with the extra "track" so has NAME.tensorboard. Suites are in trained_policies/suites.toml.
@@ -33,71 +34,55 @@ examples:
 ENDINGS = {"weights": "safetensors", "card": "json", "log": "csv", "checkpoint": "checkpoint"}
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "train",
-        help="train a policy by simulated or measured steps, or evaluate one",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     _add_training(parser.add_argument_group("training"))
     group = parser.add_argument_group("reward")
-    group.add_argument(
+    option(
+        group,
         "--backend",
+        "reward: simulated steps, or measured steps of --target",
+        shown="simulated",
         choices=["simulated", "measured"],
-        help="reward: simulated steps, or measured steps of --target [simulated]",
     )
-    group.add_argument("--target", help="model to measure, as for placer optimize")
+    option(group, "--target", "model to measure, as for placer optimize")
     add_devices(group, "auto")
     group = parser.add_argument_group("evaluation")
-    group.add_argument(
-        "--evaluate", metavar="SUITE", help="suite to score --policy on, instead of training"
-    )
-    group.add_argument("--policy", metavar="NAME", help="name or path of a trained policy")
-    add_file(group, "--suites", "file with your own suites")
-    group.add_argument(
-        "--no-card", action="store_true", help="scores are printed only, not written to the card"
-    )
-    output_group(parser).add_argument(
+    option(group, "--evaluate", "suite to score --policy on, instead of training")
+    option(group, "--policy", "name or path of a trained policy")
+    option(group, "--suites", "file with your own suites", type=Path)
+    flag(group, "--no-card", "scores are printed only, not written to the card")
+    option(
+        output_group(parser),
         "--out",
+        "policy to write: NAME.safetensors and its card NAME.json",
         type=Path,
         metavar="FOLDER/NAME",
-        help="policy to write: NAME.safetensors and its card NAME.json",
     )
-    parser.set_defaults(run=run)
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    add_file(group, "--config", "training configuration (TOML), overridden by other options")
-    group.add_argument(
-        "--start", metavar="NAME", help="initial policy [none; generalist for measured steps]"
+    option(
+        group, "--config", "training configuration (TOML), overridden by other options", type=Path
     )
-    group.add_argument(
-        "--decodes", type=count, metavar="N", help="decodes per seed [350000; 256 if measured]"
-    )
-    group.add_argument("--seconds", type=float, help="duration of each seed, instead of --decodes")
-    group.add_argument(
-        "--seeds", type=count, metavar="N", help="number of seeds [5; 1 if measured]"
-    )
-    group.add_argument("--first-seed", type=seed, metavar="N", help="first seed [0]")
-    group.add_argument(
-        "--families", nargs="+", metavar="NAME", help="families of graphs [all but chains]"
-    )
-    group.add_argument(
-        "--workers", type=count, metavar="N", help="processes that decode [this one]"
-    )
-    group.add_argument("--device", choices=["cpu", "cuda"], help="device of the network [cpu]")
-    group.add_argument(
+    option(group, "--start", "initial policy", shown="none; generalist for measured steps")
+    option(group, "--decodes", "decodes per seed", shown="350000; 256 if measured", type=count)
+    option(group, "--seconds", "duration of each seed, instead of --decodes", type=float)
+    option(group, "--seeds", "number of seeds", shown="5; 1 if measured", type=count)
+    option(group, "--first-seed", "first seed", shown="0", type=seed)
+    option(group, "--families", "families of graphs", shown="all but chains", nargs="+")
+    option(group, "--workers", "processes that decode", shown="this one", type=count)
+    option(group, "--device", "device of the network", shown="cpu", choices=["cpu", "cuda"])
+    option(
+        group,
         "--ray",
+        "Ray cluster that decodes",
+        shown="without address: this machine",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="Ray cluster that decodes [without address: this machine]",
     )
-    group.add_argument(
-        "--fresh", action="store_true", help="new training, even if there is a checkpoint"
-    )
+    flag(group, "--fresh", "new training, even if there is a checkpoint")
 
 
 def run(args: argparse.Namespace) -> int:

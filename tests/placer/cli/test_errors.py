@@ -35,10 +35,7 @@ LIMITED = (7 * 10**8, resource.RLIM_INFINITY)
     ],
 )
 def test_too_little_memory_is_reported_with_its_limit(
-    limits: tuple[int, int],
-    error: Exception,
-    text: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int], error: Exception, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: limits)
     shortage = memory_shortage(error)

@@ -103,11 +103,7 @@ def test_measurements_are_listed(filled: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_one_part_of_the_cache_is_cleared_and_nothing_else(
-    what: list[str],
-    kinds: list[str],
-    speeds: int,
-    filled: Path,
-    capsys: pytest.CaptureFixture[str],
+    what: list[str], kinds: list[str], speeds: int, filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["machine", "--clear-cache", *what]) == 0
     listing = listed(capsys)

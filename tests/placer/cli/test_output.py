@@ -117,14 +117,14 @@ def test_quiet_prints_the_last_line_and_no_table(
     assert " ".join(loud.out.split()).endswith(line)
 
 
-def test_the_duration_is_estimated_before_and_broken_down_after(
+def test_the_duration_is_estimated_before_and_printed_after(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     assert main([*OPTIMIZE[:-1], "0.3s"]) == 0
     first, *_, last = capfd.readouterr().err.splitlines()
     assert "0.3 s" in first
-    assert re.search(r"; took .+ s: .*searching placements .+ s.*; seed 0$", last)
+    assert re.search(r"; took .+ s; seed 0$", last)
     assert main([*OPTIMIZE, "--json", "--quiet"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["measuring_s"] == 0

@@ -113,7 +113,7 @@ def test_placers_of_an_installed_package_are_listed_and_nothing_heavy_is_loaded(
     (metadata / "METADATA").write_text(text)
     (metadata / "entry_points.txt").write_text("[placer.placers]\nmine = no_such_module:Mine\n")
     code = (
-        "import sys\nfrom placer.cli.optimize import make_epilog\nprint(make_epilog())\n"
+        "import sys\nfrom placer.cli.optimize import epilog\nprint(epilog())\n"
         "print(sorted({'torch', 'numpy', 'numba', 'rich', 'ortools'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
