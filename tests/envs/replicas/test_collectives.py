@@ -125,28 +125,6 @@ def test_a_node_with_a_port_for_each_device_does_not_share_one() -> None:
     assert all_reduce_s("ring", 1e9, [inside, own]) == all_reduce_s("ring", 1e9, [inside, across])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "nodes", "megabytes", "measured_s", "share"),
-    [
-        ("ring", (1, 2), 8, 0.330, 0.1),
-        ("ring", (1, 4), 16, 1.031, 0.1),
-        ("ring", (1, 8), 8, 0.592, 0.1),
-        ("ring", (2, 2), 8, 0.505, 0.1),
-        ("ring", (4, 2), 8, 0.581, 0.1),
-        ("hierarchical", (2, 2), 8, 0.371, 0.2),
-        ("hierarchical", (4, 2), 8, 0.382, 0.2),
-    ],
-)
-def test_reductions_took_as_long_on_an_emulated_network(
-    algorithm: str, nodes: tuple[int, int], megabytes: int, measured_s: float, share: float
-) -> None:
-    """Times of gloo over links of 200 Mbit/s per host, best of three; (ranks of a host, hosts)."""
-    inside, across = nodes
-    network = [level(inside, bandwidth_bytes_per_s=1e10), level(across, 0.0, 200e6 / 8)]
-    predicted_s = all_reduce_s(algorithm, megabytes * 1e6, network)
-    assert predicted_s == pytest.approx(measured_s, rel=share)
-
-
 def test_flat_halving_doubling_shares_the_ports_of_nodes() -> None:
     inside, across = level(4, bandwidth_bytes_per_s=1e10), level(2)
     assert all_reduce_s("halving-doubling", 1e9, [inside, across]) == pytest.approx(1.75 * 4)

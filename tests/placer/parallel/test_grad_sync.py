@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -34,18 +35,41 @@ from tests.helpers.vdev import vdev
 LR = 0.1
 
 
-def train(steps: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    replica = mlp()
+def train(
+    replica: nn.Module,
+    batch_of: Callable[[int], list[Tensor]] = own_batch,
+    *,
+    steps: int = 3,
+    momentum: float = 0.0,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return the parameters of a replica after some steps."""
     sync = GradSync(replica, **options)
-    sgd = torch.optim.SGD(replica.parameters(), lr=LR, momentum=0.9)
+    sgd = torch.optim.SGD(replica.parameters(), lr=LR, momentum=momentum)
     for number in range(steps):
         sync.zero_grad()
         for part in range(sync.accumulate):
-            batch = own_batch(number * sync.accumulate + part, 16, 8)
+            batch = batch_of(number * sync.accumulate + part)
             backward(mse(replica, batch) / sync.accumulate)
         sync.finish()
         sgd.step()
-    return parameters(replica), gradients(replica)
+    return parameters(replica)
+
+
+def train_alone(
+    module: nn.Module, batches_of: Callable[[int, int], list[list[Tensor]]], steps: int = 3
+) -> dict[str, Tensor]:
+    """Return the parameters after training in one process on the batches of two replicas."""
+    sgd = torch.optim.SGD(module.parameters(), lr=LR)
+    for number in range(steps):
+        sgd.zero_grad()
+        mean_gradients(mse(module, batch) for batch in batches_of(number, 2))
+        sgd.step()
+    return parameters(module)
+
+
+def wide_batch(number: int) -> list[Tensor]:
+    return own_batch(number, 16, 8)
 
 
 def train_with_ddp(steps: int, accumulate: int) -> tuple[dict[str, Tensor], Any]:
@@ -56,16 +80,17 @@ def train_with_ddp(steps: int, accumulate: int) -> tuple[dict[str, Tensor], Any]
         sgd.zero_grad()
         for part in range(accumulate):
             ddp.require_backward_grad_sync = part == accumulate - 1
-            batch = own_batch(number * accumulate + part, 16, 8)
-            backward(mse(ddp, batch) / accumulate)
+            backward(mse(ddp, wide_batch(number * accumulate + part)) / accumulate)
         sgd.step()
     return parameters(replica), gradients(replica)
 
 
 def beside_ddp(steps: int, accumulate: int) -> Any:
+    replica = mlp()
     # small buckets, so that several are in flight at once
-    ours = train(steps, accumulate=accumulate, bucket_bytes=1024)
-    return ours, train_with_ddp(steps, accumulate)
+    sync: dict[str, Any] = {"accumulate": accumulate, "bucket_bytes": 1024}
+    ours = train(replica, wide_batch, steps=steps, momentum=0.9, **sync)
+    return (ours, gradients(replica)), train_with_ddp(steps, accumulate)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -103,9 +128,9 @@ def test_gradients_equal_those_of_one_process(zero: str, ranks: int) -> None:
     alone = model(seed=0)
     mean_gradients(branched_losses(8, ranks, alone))
     expected = gradients(alone)
-    for found in on_ranks(ranks, one_branched_step, zero):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-        assert found["frozen.weight"] is None
+    for result in on_ranks(ranks, one_branched_step, zero):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
+        assert result["frozen.weight"] is None
 
 
 class TwoDevices(nn.Module):
@@ -125,31 +150,18 @@ class TwoDevices(nn.Module):
         return out
 
 
-def steps_on_two_device_types(groups: bool) -> dict[str, Tensor]:
+def train_on_two_device_types(groups: bool) -> dict[str, Tensor]:
     with vdev() as device:
-        replica = TwoDevices(device)
-        own = {kind: dist.new_group() for kind in ("cpu", "vdev")} if groups else {}
-        sync = GradSync(replica, group_of=lambda device: own.get(device.type))
-        sgd = torch.optim.SGD(replica.parameters(), lr=LR)
-        for number in range(3):
-            sync.zero_grad()
-            backward(mse(replica, own_batch(number)))
-            sync.finish()
-            sgd.step()
-        return parameters(replica)
+        by_type = {kind: dist.new_group() for kind in ("cpu", "vdev")} if groups else {}
+        return train(TwoDevices(device), group_of=lambda device: by_type.get(device.type))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bool) -> None:
-    alone = TwoDevices(torch.device("cpu"))
-    sgd = torch.optim.SGD(alone.parameters(), lr=LR)
-    for number in range(3):
-        sgd.zero_grad()
-        mean_gradients(mse(alone, batch) for batch in batches(number, 2))
-        sgd.step()
-    for found in on_ranks(2, steps_on_two_device_types, groups):
-        torch.testing.assert_close(found, parameters(alone), rtol=1e-5, atol=1e-6)
+    expected = train_alone(TwoDevices(torch.device("cpu")), batches)
+    for result in on_ranks(2, train_on_two_device_types, groups):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
@@ -169,21 +181,6 @@ def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
 def test_with_a_group_for_each_device_none_waits_for_another(slots: bool) -> None:
     expected = {"vdev": False, "cpu": slots}  # in one group buckets start in one order
     assert on_ranks(2, starts_where_half_of_a_replica_is_done, slots) == [expected] * 2
-
-
-def starts_of_a_backward_pass() -> tuple[int, int]:
-    """Return the number of buckets started when backward returns, and the number of all buckets."""
-    replica = mlp()
-    sync = GradSync(replica, bucket_bytes=1024)
-    backward(mse(replica, own_batch(0, 16, 8)))
-    started = sum(bucket.pending is not None for bucket in sync.buckets)
-    sync.finish()
-    return started, len(sync.buckets)
-
-
-def test_buckets_start_during_the_backward_pass() -> None:
-    for started, count in on_ranks(2, starts_of_a_backward_pass):
-        assert started == count > 2
 
 
 def buffers_after_a_step() -> tuple[Tensor, Tensor]:
@@ -278,30 +275,23 @@ def images(number: int, ranks: int) -> list[list[Tensor]]:
     return [[x.view(-1, 3, 6, 6), y] for x, y in flat]
 
 
-def trained_convolutions() -> dict[str, Tensor]:
+def own_images(number: int) -> list[Tensor]:
+    return images(number, dist.get_world_size())[dist.get_rank()]
+
+
+def train_convolutions() -> dict[str, Tensor]:
     replica = convolutions(torch.channels_last)
-    sync = GradSync(replica, bucket_bytes=300)
-    sgd = torch.optim.SGD(replica.parameters(), lr=LR)
-    for number in range(3):
-        sync.zero_grad()
-        backward(mse(replica, images(number, dist.get_world_size())[dist.get_rank()]))
-        sync.finish()
-        sgd.step()
-    for own in replica.parameters():
-        assert own.grad is not None
-        assert own.grad.stride() == own.stride()
-    return parameters(replica)
+    trained = train(replica, own_images, bucket_bytes=300)
+    for parameter in replica.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+    return trained
 
 
 def test_replicas_whose_channels_come_last_train_as_one_process_does() -> None:
-    alone = convolutions(torch.contiguous_format)
-    sgd = torch.optim.SGD(alone.parameters(), lr=LR)
-    for number in range(3):
-        sgd.zero_grad()
-        mean_gradients(mse(alone, batch) for batch in images(number, 2))
-        sgd.step()
-    for found in on_ranks(2, trained_convolutions):
-        torch.testing.assert_close(found, parameters(alone), rtol=1e-5, atol=1e-6)
+    expected = train_alone(convolutions(torch.contiguous_format), images)
+    for result in on_ranks(2, train_convolutions):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def backward_twice_without_finish() -> None:

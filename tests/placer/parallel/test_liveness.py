@@ -66,9 +66,6 @@ def test_ranks_that_fall_silent_are_named_by_all_others() -> None:
     assert message.endswith("(step 4 of rank 2 failed: [gloo] connection closed by peer)")
     del ranks.living[2]  # it leaves because of rank 1 and is not to blame
     assert ranks.error(0).startswith("rank 1 died or hangs: ")
-
-
-def test_two_ranks_that_fall_silent_are_both_named() -> None:
     ranks = Ranks(3)
     del ranks.living[0], ranks.living[1]
     assert ranks.error(2).startswith("ranks 0, 1 died or hang: pid ")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
@@ -55,26 +54,14 @@ def chain() -> tuple[Extraction, Placement]:
     return extraction, Placement.of(graph, CLUSTER, devices, np.zeros(len(graph)))
 
 
-def trained(schedule: Any, config: SyncConfig | None) -> tuple[dict[str, Tensor], list[Any]]:
+def trained(schedule: Any, config: SyncConfig) -> tuple[dict[str, Tensor], list[Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "place"))
     replica = PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES, schedule=schedule)
-    own = mesh["dp"].get_local_rank()
+    sync = replica.make_sync(partial(torch.optim.SGD, lr=LR), config)
     losses = []
-    if config is None:  # DDP
-        sgd = torch.optim.SGD(replica.module.parameters(), lr=LR)
-        inner = replica.module
-        ddp: Any = DistributedDataParallel(inner, process_group=mesh["dp"].get_group())
-        ddp.graph = inner.graph  # graph of a traced stage, from which torch reads the shapes
-        replica.stage.submod = ddp
-        for number in range(STEPS):
-            sgd.zero_grad()
-            losses.append(replica.backward(*batch(2 * number + own)))
-            sgd.step()
-        return parameters(inner), losses
-    sync = replica.make_sync(lambda own: torch.optim.SGD(own, lr=LR), config)
     for number in range(STEPS):
         sync.zero_grad()
-        losses.append(replica.backward(*batch(2 * number + own)))
+        losses.append(replica.backward(*batch(2 * number + mesh["dp"].get_local_rank())))
         sync.step()
     sync.finish()
     return parameters(replica.module), losses
@@ -98,15 +85,9 @@ def in_one_process() -> tuple[dict[str, Tensor], list[list[float]]]:
 
 @pytest.mark.parametrize(
     ("schedule", "config"),
-    [
-        (Schedule1F1B, SyncConfig()),
-        (Schedule1F1B, None),
-        (ScheduleGPipe, SyncConfig(method="ma", period=1)),
-    ],
+    [(Schedule1F1B, SyncConfig()), (ScheduleGPipe, SyncConfig(method="ma", period=1))],
 )
-def test_two_stages_of_two_replicas_train_as_one_process(
-    schedule: Any, config: SyncConfig | None
-) -> None:
+def test_two_stages_of_two_replicas_train_as_one_process(schedule: Any, config: SyncConfig) -> None:
     results = on_ranks(4, trained, schedule, config)
     expected, losses = in_one_process()
     for rank, (found, own) in enumerate(results):
@@ -117,22 +98,23 @@ def test_two_stages_of_two_replicas_train_as_one_process(
         assert own == pytest.approx(shown, abs=1e-6)
 
 
-def of_the_wrong_size() -> None:
+def with_one_stage() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "place"))
     PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES)
 
 
-def test_a_mesh_of_another_number_of_stages_is_refused() -> None:
-    with pytest.raises(RankError, match="the placement has 2 stages, the mesh 1"):
-        on_ranks(2, of_the_wrong_size)
-
-
-def cut_badly() -> None:
+def with_uneven_parts() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "place"))
-    assert dist.get_world_size() == 2
     PipelinedReplica(*chain(), mesh, micro_batches=3)
 
 
-def test_a_batch_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(RankError, match=r"shape \(8, 6\) cannot be cut into 3 micro-batches"):
-        on_ranks(2, cut_badly)
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (with_one_stage, "the placement has 2 stages, the mesh 1"),
+        (with_uneven_parts, r"shape \(8, 6\) cannot be cut into 3 micro-batches"),
+    ],
+)
+def test_what_does_not_fit_the_mesh_is_refused(work: Any, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        on_ranks(2, work)

@@ -1,0 +1,159 @@
+"""A plan of replicas in placement files, on the command line and in Python."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.nn import functional as F
+
+import placer as public
+from envs.hardware.cluster import cluster_to_toml
+from envs.placement import Placement
+from envs.replication import Replication
+from graphs.graph_file import save_graph
+from placer.cli.main import main
+from placer.parallel.plan import run_plan
+from placer.replicate.result import ReplicatedResult
+from tests.helpers.node_clusters import nodes
+from tests.helpers.replica_plans import layers, planned, rated, training
+
+
+def test_a_placement_records_its_replicas_and_survives_its_file(tmp_path: Path) -> None:
+    wanted = Replication(
+        replicas=2, accumulate=3, reduction="ring", payload="bf16", coding_bytes_per_s=2e9
+    )
+    result = planned(layers(), nodes(1, 4), wanted).result
+    groups = (("n0:g0", "n0:g1"), ("n0:g2", "n0:g3"))
+    assert result.placement.replicas == replace(wanted, replicas=None, groups=groups)
+    result.save(tmp_path / "placement.json")
+    read = Placement.load(tmp_path / "placement.json", result.placement.device_names)
+    assert read == result.placement
+    assert read.predicted is not None
+    assert read.predicted["replicated_step_s"] == result.replication.best.step_s
+
+
+def test_a_placement_records_the_algorithms_that_auto_chose(tmp_path: Path) -> None:
+    """Two hosts of four devices, each host with a card of 10 Gbit/s."""
+    cluster = nodes(2, 4, inside_bytes_per_s=1e11, across_bytes_per_s=1.25e9, across_s=1e-5)
+    result = planned(layers(), cluster, Replication(replicas=8)).result
+    replicas = result.placement.replicas
+    assert replicas is not None
+    assert replicas.algorithms == ("hierarchical",)
+    assert replicas.levels == (4, 2)
+    result.save(tmp_path / "placement.json")
+    read = Placement.load(tmp_path / "placement.json", result.placement.device_names)
+    assert read == result.placement
+    run = run_plan(read, ranks=8)
+    assert (run.sync.method, run.sync.levels, run.remarks) == ("hierarchical", (4, 2), ())
+    peers = planned(layers(), nodes(1, 2), Replication(replicas=2)).replicas
+    assert peers.algorithms
+    assert "hierarchical" not in peers.algorithms
+    assert peers.levels == ()
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"groups": []}, "one or more groups"),
+        ({"groups": [["a"], ["b", "c"]]}, "equally many"),
+        ({"groups": [["a"], ["a"]]}, "replicas share a"),
+        ({"groups": [["a"]], "batch": "half"}, "batch is 'half'"),
+        ({"groups": [["a"]], "reduction": {"payload": 3}}, r"reduction\.payload is 3, not a str"),
+        ({"groups": [["a"]], "reduction": {"coding_bytes_per_s": -1}}, "is -1.0"),
+        ({"groups": [["a"]], "reduction": {"star": 1}}, r"unknown key replicas\.reduction\.star"),
+        ({"groups": [["a"]], "algorithms": ["star"]}, "no reduction 'star'"),
+        ({"groups": [["a"]], "levels": [2, 2]}, "levels 2x2"),
+        ({"groups": [["a"]], "levels": 2}, r"replicas\.levels"),
+    ],
+)
+def test_wrong_replicas_in_a_file_are_refused(record: object, message: str) -> None:
+    file = {"format": "placer-placement/1", "devices": {"op": "a"}, "replicas": record}
+    with pytest.raises(ValueError, match=message):
+        Placement.from_dict(file)
+
+
+def test_the_command_prints_the_plan_and_writes_the_placement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_graph(layers(), tmp_path / "graph.json")
+    (tmp_path / "cluster.toml").write_text(cluster_to_toml(nodes(1, 4)))
+    out = tmp_path / "placement.json"
+    command = [
+        *("optimize", str(tmp_path / "graph.json"), "--devices", str(tmp_path / "cluster.toml")),
+        *("--data-parallel", "auto,payload=fp16,coding-bytes-per-s=1e12"),
+        *("--budget", "300e", "--out", str(out)),
+    ]
+    assert main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    [best] = [split for split in data["splits"] if split["best"]]
+    assert best["samples_per_s"] == max(split.get("samples_per_s", 0) for split in data["splits"])
+    assert best["full_overlap_s"] <= best["step_s"] <= best["no_overlap_s"] * (1 + 1e-12)
+    assert data["curve"][-1]["devices"] == 4096
+    assert data["accumulate"] == 1
+    assert main(["show", str(out)]) == 0
+    assert f"the first of {best['replicas']} replicas on" in shown_of(capsys)
+    written = json.loads(out.read_text())["replicas"]
+    assert written["groups"] == best["groups"]
+    assert written["reduction"]["payload"] == "fp16"
+    assert written["reduction"]["coding_bytes_per_s"] == 1e12
+    assert main(command) == 0
+    shown = shown_of(capsys)
+    assert f"> {best['replicas']} x {best['devices_each']} " in shown
+    assert data["verdict"] in shown
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss
+"""
+
+
+def test_the_command_says_how_to_train_what_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "c.toml").write_text(cluster_to_toml(rated(2)))
+    target, out = f"{tmp_path}/model.py:build", tmp_path / "placement.json"
+    command = [
+        *("optimize", target, "--devices", str(tmp_path / "c.toml"), "--dtype", "bf16"),
+        *("--data-parallel", "2", "--budget", "50e", "--out", str(out)),
+    ]
+    adam = ["--optimizer", "adam"]
+    assert main([*command, *adam]) == 0
+    said = (
+        f"torchrun --nproc-per-node=2 -m placer.run {target} --placement {out} --steps 100 "
+        "--optimizer adam --dtype bf16"
+    )
+    assert f"train it: {said}\n" in capsys.readouterr().err
+    assert main([*command, *adam, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"] == said
+    assert main([*command, "--inference"]) == 0
+    assert "torchrun" not in capsys.readouterr().err
+
+
+def test_from_python_replicas_come_with_the_placement() -> None:
+    step = training()
+    result = public.optimize(
+        step.model,
+        step.inputs,
+        loss=F.mse_loss,
+        devices=rated(2),
+        search=public.SearchConfig(budget="100e", policy=None),
+        replicas=public.Replication(replicas=2, batch="per-replica"),
+        progress=False,
+    )
+    assert isinstance(result, ReplicatedResult)
+    assert result.replication.best.samples == 16
+    assert result.placement.replicas is not None
+    assert len(result.placement.replicas.groups) == 2
+
+
+def shown_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the printed output as one line."""
+    return " ".join(capsys.readouterr().out.split())
