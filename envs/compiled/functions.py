@@ -94,8 +94,8 @@ def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
 
 def is_cached(function: object) -> bool:
     """Return whether machine code of a function is on disk, or cannot be cached at all."""
-    found = getattr(function, "_cache", None)
-    return not isinstance(found, _SharedCache) or found.has_code()
+    cache = getattr(function, "_cache", None)
+    return not isinstance(cache, _SharedCache) or cache.has_code()
 
 
 def _keep_from_python(dispatcher: Any) -> None:
@@ -172,12 +172,12 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the code for a signature; None locks the function, which is to be compiled."""
-        found = super().load_overload(sig, target_context)
-        if found is None and self._locked():
-            found = super().load_overload(sig, target_context)  # another process was faster
-            if found is not None:
+        code = super().load_overload(sig, target_context)
+        if code is None and self._locked():
+            code = super().load_overload(sig, target_context)  # another process was faster
+            if code is not None:
                 self._unlock()
-        return found
+        return code
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

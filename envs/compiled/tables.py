@@ -90,11 +90,11 @@ NUMBERS: Final = {bool: types.boolean, int: types.int64, float: types.float64}
 @cache
 def _table_type(name: str, fields: tuple[str, ...], kinds: tuple[Any, ...]) -> TableType:
     """Return the type, made once: making it takes longer than most functions run."""
-    found = (
+    types_of_fields = (
         types.Array(from_dtype(kind[0]), kind[1], "C") if isinstance(kind, tuple) else NUMBERS[kind]
         for kind in kinds
     )
-    return TableType(name, dict(zip(fields, found, strict=True)))
+    return TableType(name, dict(zip(fields, types_of_fields, strict=True)))
 
 
 def _kind(name: str, value: object) -> Any:

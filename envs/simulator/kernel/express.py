@@ -143,14 +143,14 @@ def _start_op(
 @compiled_inline
 def _make_ready(work: Workspace, devices: Ints, now: int) -> int:
     """Make ops ready whose last input arrives now; return the set of their devices."""
-    found = 0
+    changed = 0
     while work.ready_later[0] >> CODE_BITS == now and work.ready_later[0] != NO_EVENT:
         v = index(work.ready_later[0] & _CODE_MASK)
         work.counts[READY_LATER] = pop_event(work.ready_later, work.counts[READY_LATER])
         d = index(devices[v])
         add_ready(work, v, d)
-        found |= 1 << d
-    return found
+        changed |= 1 << d
+    return changed
 
 
 @compiled_inline
