@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.hardware.byte_size import human_bytes
 from envs.hardware.cluster import MOST_DEVICES, Cluster
+from envs.hardware.units import human_bytes
 from envs.placement_file import FORMAT, check_record, parse_placement
 from envs.replication import Replication
 from graphs.files import write_whole

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from placer.startup import check_packages, register_environments
-from placer.version import VERSION
+from placer.startup import VERSION, check_packages, register_environments
 
 if TYPE_CHECKING:
     from envs.backend import Backend, StepResult

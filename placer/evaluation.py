@@ -1,12 +1,18 @@
-"""The step time of an existing placement, simulated or measured."""
+"""Steps with their op costs, ready to search, and the step time of an existing placement.
+
+:func:`costed_step` is the way from a job to its graph with costs, for all commands and functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import networkx as nx
 
 from envs.backend import Backend, StepResult
 from envs.compiled import loading_stage
@@ -20,17 +26,93 @@ from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.critical_path import critical_path, critical_path_to_list
 from envs.simulator.max_load import max_load_ns
 from graphs.extract import AUTO
+from graphs.graph import GraphArrays
 from graphs.names import suggestion
-from placer.costed_step import costed_step
 from placer.job import Constraints, Job, SearchConfig, Source
-from placer.progress import Progress
-from placer.warm_start import check_here, warm_start_of
+from placer.progress import Progress, counter
+from placer.search.compilation import compiled_beside, load_compiled_code
+from placer.warm_start import check_here, placement_of, warm_start_of
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
+    from graphs.extract import Extraction
     from placer.result import Result
 
 BACKENDS: Final = ("simulated", "measured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostedStep:
+    """A step with op costs; extraction and runtime are None for a graph with known costs."""
+
+    graph: nx.DiGraph[str]  # with costs and user constraints
+    cluster: Cluster  # calibrated, with the memory that placements may use
+    warm_start: Placement | None = None
+    extraction: Extraction | None = None
+    runtime: Runtime | None = None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem of placing the step."""
+        return Problem.of(GraphArrays.from_graph(self.graph), self.cluster)
+
+    @property
+    def can_run(self) -> bool:
+        """Return whether the step can be run: it has a model, and all devices are here."""
+        # A graph has no runtime: is_here, which imports torch, is not called for it.
+        runs = self.runtime is not None and self.runtime.runs
+        return runs and all(map(is_here, self.cluster.names))
+
+
+def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> CostedStep:
+    """Extract the step of a loaded job and measure or look up its op costs.
+
+    With ``simulates``, also calibrate links and compile what a simulation needs.
+    """
+    if isinstance(job.source, nx.DiGraph):
+        graph = job.constraints.applied_to(job.source, job.cluster)
+        return CostedStep(
+            graph=graph, cluster=job.cluster, warm_start=_warm_start(job, None, graph)
+        )
+    from envs.costs.roofline import check_cluster
+    from envs.runtime import calibrated, costed, runtime_for
+    from graphs.extract import Workload, extract
+    from graphs.extract.eager import check_has_memory
+
+    workload, cluster = job.source, job.cluster
+    assert isinstance(workload, Workload)  # loaded
+    check_cluster(cluster)
+    if any(map(is_here, cluster.names)):
+        check_has_memory(workload)
+    progress.stage("Extracting the graph")
+    with compiled_beside() if simulates else nullcontext(False) as compiles:
+        extraction = extract(workload, job.extractor)
+        runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
+        graph = job.constraints.applied_to(runtime.graph, cluster)
+        warm_start = _warm_start(job, extraction, graph)
+        if compiles:  # before anything is timed
+            progress.stage(loading_stage())
+            load_compiled_code()
+    if simulates and all(map(is_here, cluster.names)) and not cluster.links:
+        progress.stage("Calibrating devices")
+        cluster = calibrated(cluster, again=job.fresh)
+    progress.stage("Measuring op costs")
+    return CostedStep(
+        graph=costed(runtime, graph, cluster, fresh=job.fresh, progress=counter(progress)),
+        cluster=runtime.planned(cluster),
+        warm_start=warm_start,
+        extraction=extraction,
+        runtime=runtime,
+    )
+
+
+def _warm_start(
+    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str]
+) -> Placement | None:
+    start = job.search.start_from
+    if start is None:
+        return None
+    return placement_of(start, extraction, GraphArrays.from_graph(graph), job.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +209,7 @@ def evaluation_job(
     extractor: str = AUTO,
     fresh: bool = False,
 ) -> Job:
-    """Return the job of evaluating a placement of a source, by default on its own devices.
-
-    Raises:
-        ValueError: a value is invalid, or a device is not on this machine.
-        OSError: a file cannot be read.
-    """
+    """Return the job of evaluating a placement of a source, by default on its own devices."""
     start = warm_start_of(placement)
     if devices is None:
         check_here(start)
@@ -178,11 +255,7 @@ def evaluate_job(job: Job, backend: str | Backend, progress: Progress) -> Evalua
 def evaluate_result(
     result: Result, backend: str | Backend, progress: Progress, *, overlap: bool = False
 ) -> Evaluation:
-    """Evaluate the placement of an optimization on its own devices.
-
-    Raises:
-        ValueError, WorkerError, KeyboardInterrupt: as for :func:`evaluate_job`.
-    """
+    """Evaluate the placement of an optimization on its own devices."""
     problem, runtime = result.problem, None
     if result.extraction is not None and backend == "measured":
         runtime = runtime_for(result.extraction, problem.cluster, overlap=overlap)
@@ -201,13 +274,10 @@ def _evaluate(
     cost_source: Mapping[str, str],
     remark: str = "",
 ) -> Evaluation:
-    def advance(done: int, total: int) -> None:
-        progress.advance(done / total)
-
     progress.stage(loading_stage())
     [predicted] = [result] = Simulated(problem).evaluate([placement])
     if isinstance(backend, Backend):
-        [result] = backend.evaluate([placement], advance)
+        [result] = backend.evaluate([placement], counter(progress))
     elif backend == "measured":
         if runtime is None:
             raise ValueError("a graph has no model to run: use backend 'simulated'")
@@ -215,8 +285,8 @@ def _evaluate(
             raise ValueError(f"{elsewhere[0]} is not on this machine: use backend 'simulated'")
         progress.stage("Running it for real")
         expected_s = predicted.step_s if predicted.feasible else 1.0
-        with closing(runtime.backend(problem, [expected_s])) as measured:
-            [result] = measured.evaluate([placement], advance)
+        with runtime.backend(problem, [expected_s]) as measured:
+            [result] = measured.evaluate([placement], counter(progress))
     if result.measurement is not None and not result.measurement.counts:
         raise KeyboardInterrupt
     return Evaluation(
@@ -230,11 +300,7 @@ def _evaluate(
 
 
 def check_backend(backend: str | Backend) -> None:
-    """Check that a backend has a known name or can evaluate.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
+    """Check that a backend has a known name or can evaluate."""
     if not isinstance(backend, Backend) and backend not in BACKENDS:
         raise ValueError(
             f"there is no backend {backend!r}: there are {' and '.join(BACKENDS)}, and objects "

@@ -15,9 +15,9 @@ import networkx as nx
 
 from envs.backend import Backend
 from envs.costs.roofline import cluster_of
-from envs.hardware.byte_size import parse_bytes
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here
+from envs.hardware.units import parse_bytes
 from envs.replication import Replication
 from graphs.extract import AUTO
 from graphs.graph import completed

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import CONTENDED, Measurement
 from envs.problem import Problem
 from graphs.graph import PHASES
-from placer.milliseconds import milliseconds, ratio_of
 from placer.search.candidate import Candidate
 
 if TYPE_CHECKING:

@@ -22,17 +22,17 @@ from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError, choose, overfull, worth_running
-from placer.costed_step import costed_step
+from placer.evaluation import costed_step
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.progress import Progress, Silent
+from placer.progress import Progress, Silent, counter
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.request import SearchRequest, SearchTrace
-from placer.version import VERSION
+from placer.startup import VERSION
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
@@ -188,10 +188,7 @@ class _Optimization:
         placements = [candidates[i].placement for i in chosen]
         if not chosen:
             return list(candidates)
-
-        def advance(done: int, total: int) -> None:
-            self.progress.advance(done / total)
-
+        advance = counter(self.progress)
         if isinstance(backend, Backend):
             results = backend.evaluate(placements, advance)
             interrupted = getattr(backend, "interrupted", False)

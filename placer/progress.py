@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -35,6 +36,11 @@ class Progress(Protocol):
     def advance(self, share: float, text: str = "") -> None:
         """Report the share of the stage that is done, 0 .. 1; ``text`` says what is going on."""
         ...
+
+
+def counter(progress: Progress) -> Callable[[int, int], None]:
+    """Return a callback of (done, total) that advances the stage."""
+    return lambda done, total: progress.advance(done / total)
 
 
 class Pace:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import Measurement, contention_warning
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.printable import html_table
 from placer import messages
 from placer.choose import best_single_device, runs_contended
-from placer.milliseconds import milliseconds, ratio_of
 from placer.search.candidate import Candidate
 from placer.search.request import SearchTrace
 

@@ -1,4 +1,4 @@
-"""What ``import placer`` does: it checks its own packages and registers its environments."""
+"""What ``import placer`` does: its version, the check of its packages, its environments."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+VERSION = "0.2.0"  # the only source, which pyproject.toml reads
 PACKAGES: Final = ("envs", "graphs")
 ENVIRONMENTS: Final = {
     "placer/Placement-v0": "envs.placement_env:PlacementEnv",

@@ -50,7 +50,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from envs.hardware.byte_size import human_bytes
+from envs.hardware.units import human_bytes
 from graphs.names import suggestion
 from graphs.printable import check_printable, html_table
 from graphs.strict_json import array, fields, load_toml, number, text, whole, within

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.hardware.byte_size import human_bytes
+from envs.hardware.units import human_bytes
 from envs.problem import Problem
 
 LARGEST_SHOWN = 3

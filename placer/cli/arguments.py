@@ -47,7 +47,7 @@ def dtype(text: str) -> str:
 
 def memory(text: str) -> dict[str, int]:
     """Parse ``cuda:0=8GiB,cpu=64GiB`` to {device name: bytes}."""
-    from envs.hardware.byte_size import parse_limits
+    from envs.hardware.units import parse_limits
 
     try:
         return parse_limits(text)

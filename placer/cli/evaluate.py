@@ -113,8 +113,7 @@ def _job(args: argparse.Namespace) -> Job:
 
 
 def _print(evaluation: Evaluation) -> None:
-    from envs.hardware.byte_size import human_bytes
-    from placer.milliseconds import milliseconds
+    from envs.hardware.units import human_bytes, milliseconds
 
     predicted, measurement = evaluation.predicted, evaluation.measurement
     if predicted.feasible:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from envs.costs.cache import CostCache, Holding
-    from placer.doctor import Checkup
+    from placer.report.doctor import Checkup
 
 EVERYTHING: Final = "everything"
 SPEEDS: Final = "speeds"
@@ -75,7 +75,7 @@ def _show_devices(args: argparse.Namespace) -> None:
     from envs.hardware.discover import discover
     from envs.runtime import calibrated
     from graphs.files import write_whole
-    from placer.doctor import check_machine
+    from placer.report.doctor import check_machine
 
     with usage_errors():
         cluster = discover(args.devices or "auto", args.memory)
@@ -96,7 +96,7 @@ def _show_devices(args: argparse.Namespace) -> None:
 
 
 def _print_checkup(checkup: Checkup, console: Console) -> None:
-    from envs.hardware.byte_size import human_bytes
+    from envs.hardware.units import human_bytes
     from placer.report.console import print_rows
     from placer.report.table import print_cluster
 
@@ -194,7 +194,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _print_listing(listing: dict[str, Any], console: Console) -> None:
-    from envs.hardware.byte_size import human_bytes
+    from envs.hardware.units import human_bytes
     from placer.report.console import print_rows
 
     console.print(listing["folder"], highlight=False)

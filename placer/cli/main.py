@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     from placer.cli import evaluate, export, extract, machine, optimize, run, show, train
     from placer.cli.arguments import add_output
     from placer.cli.parser import CommandParser
-    from placer.version import VERSION
+    from placer.startup import VERSION
 
     parser = CommandParser(
         prog="placer",

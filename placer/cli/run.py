@@ -191,7 +191,7 @@ def _to_dict(run: Run, trained: Trained) -> dict[str, Any]:
 
 
 def _print(trained: Trained) -> None:
-    from placer.milliseconds import milliseconds
+    from envs.hardware.units import milliseconds
 
     if trained.step_s is not None:
         print(f"median step: {milliseconds(trained.step_s)} ms by the wall clock")
@@ -207,10 +207,10 @@ def _infer(args: argparse.Namespace) -> int:
         raise UsageError("inference runs in one process: start it without torchrun")
     import torch
 
+    from envs.hardware.units import milliseconds
     from envs.placement import Placement
     from graphs.extract import extract
     from placer.applying import apply_extracted
-    from placer.milliseconds import milliseconds
     from placer.parallel.data import Batches, FromFunction, MadeUp
     from placer.sources.target import load_function, load_step
 

@@ -117,7 +117,7 @@ def _report(placement: Placement, args: argparse.Namespace) -> None:
 
 
 def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress) -> Result:
-    from placer.costed_step import costed_step
+    from placer.evaluation import costed_step
     from placer.job import Constraints, Job, SearchConfig
     from placer.report.html import reviewed
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from envs.backend import StepResult
+from envs.hardware.units import milliseconds
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
@@ -23,7 +24,6 @@ from placer.exports.placed_modules import (
     PlacedModules,
     call_keys,
 )
-from placer.milliseconds import milliseconds
 
 SMALLEST_CHANGE: Final = 0.01
 """Relative difference below which two step times count as equal."""

@@ -41,7 +41,7 @@ from placer.policies.training.scores import (
     scores,
     untrained_scores,
 )
-from placer.version import VERSION
+from placer.startup import VERSION
 
 SEED: Final = 4_000_000
 """Default seed of suites; no graph for training, selection or testing is drawn from it."""

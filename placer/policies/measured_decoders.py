@@ -24,7 +24,7 @@ from graphs.extract.eager import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
 from placer.search.compilation import load_compiled_code
-from placer.version import VERSION
+from placer.startup import VERSION
 
 MOST_AT_ONCE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""

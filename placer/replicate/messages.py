@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from envs.hardware.discover import hosts_of
+from envs.hardware.units import milliseconds
 from envs.replication import Replication
 from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES
 from placer.messages import NO_OPTIMIZER, extraction_remarks
-from placer.milliseconds import milliseconds
 from placer.replicate.result import ReplicaPlan, Split
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from graphs.costs import with_part_of_batch
-from placer.costed_step import costed_step
+from placer.evaluation import costed_step
 from placer.job import Job
 from placer.progress import Progress
 

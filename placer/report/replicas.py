@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.collectives import AllReduce
-from envs.hardware.byte_size import human_bytes
-from placer.milliseconds import milliseconds
+from envs.hardware.units import human_bytes, milliseconds
 from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.result import ReplicaPlan, Split
 from placer.report.table import CHOSEN

@@ -9,9 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.hardware.byte_size import human_bytes
+from envs.hardware.units import human_bytes, milliseconds
 from placer.messages import NO_OPTIMIZER
-from placer.milliseconds import milliseconds
 from placer.report.table import human_flops
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.hardware.byte_size import human_bytes
+from envs.hardware.units import human_bytes, milliseconds
 from envs.placement import ROOT, module_of
 from placer import messages
-from placer.milliseconds import milliseconds
 from placer.report.console import print_rows
 from placer.search.candidate import Kind
 

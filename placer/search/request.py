@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
+from envs.hardware.units import milliseconds
 from envs.problem import HORIZON_NS, Problem
-from placer.milliseconds import milliseconds
 from placer.search.candidate import Candidate
 
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")

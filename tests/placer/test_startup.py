@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from placer.version import VERSION
+from placer.startup import VERSION
 from tests.helpers.in_turn import in_turn
 
 IDS = ("placer/Placement-v0", "placer/Scheduler-v0")

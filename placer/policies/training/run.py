@@ -35,7 +35,7 @@ from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
 from placer.policies.training.scores import MEANING, MEASURED, mean, table
 from placer.policies.training.task import Task
-from placer.version import VERSION
+from placer.startup import VERSION
 
 if TYPE_CHECKING:
     from envs.hardware.cluster import Cluster

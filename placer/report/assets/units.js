@@ -1,6 +1,6 @@
 // Formats numbers with units.
 
-// As in placer/milliseconds.py: four significant digits, trailing zeros are kept.
+// As in envs/hardware/units.py: four significant digits, trailing zeros are kept.
 function fourDigits(value) {
   const exponent = Number(value.toExponential(3).split("e")[1]);
   return value.toFixed(Math.min(Math.max(3 - exponent, 0), 6));

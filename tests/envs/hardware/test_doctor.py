@@ -11,7 +11,7 @@ import pytest
 from envs.hardware.discover import physical_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
 from placer.cli.main import main
-from placer.doctor import Checkup
+from placer.report.doctor import Checkup
 from tests.helpers.simulator_cases import one_kind
 
 QUIET = Noise(core=0, median_s=2e-4, spread=0.01, contention=1.0)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.units import milliseconds
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
 from graphs.synthetic.inception import inception
 from placer.job import SearchConfig
-from placer.milliseconds import milliseconds
 from placer.pipeline import optimize_problem
 from placer.report.html import Source, next_commands, report_data, reviewed, write_report
 from placer.result import Result

@@ -17,7 +17,7 @@ from envs.hardware.discover import available_memory_bytes, cores_in_use, physica
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
 from envs.measurement import CONTENDED, contention_warning
 from placer.messages import CPU_CLOCK, NOISY
-from placer.version import VERSION
+from placer.startup import VERSION
 
 TOLD: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")
 LEAST_FREE_BYTES: Final = 1_000_000_000

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.hardware.byte_size import UNITS, parse_bytes, parse_limits
+from envs.hardware.units import UNITS, milliseconds, parse_bytes, parse_limits, ratio_of
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,22 @@ def test_limits_of_devices() -> None:
 def test_what_is_no_limit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_limits(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.026, "26.00"),
+        (0.35214, "352.1"),
+        (0.0099996, "10.00"),
+        (0.999_96, "1000"),
+        (3e-9, "0.000003"),
+        (0.0, "0"),
+    ],
+)
+def test_times_have_four_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text
+
+
+def test_steps_without_a_time_have_ratios_too() -> None:
+    assert [ratio_of(3.0, 2.0), ratio_of(0.0, 0.0), ratio_of(1.0, 0.0)] == [1.5, 1.0, math.inf]

@@ -1,7 +1,8 @@
-"""Memory sizes with units: ``8GiB``, ``512MB``, ``1.5 TB``."""
+"""Memory sizes and times as people read and write them: ``8GiB``, ``1.5 TB``, ``26.10`` ms."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -14,6 +15,9 @@ UNITS: Final[Mapping[str, int]] = {
     **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
 """Bytes by unit: decimal prefixes, and binary ones with an i."""
+DIGITS: Final = 4
+MOST_PLACES: Final = 6
+"""Decimal places of a millisecond: the simulator counts nanoseconds."""
 
 
 def parse_bytes(text: str) -> int:
@@ -56,3 +60,29 @@ def human_bytes(size: float) -> str:
             break
         value /= 1000
     return f"{size:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a finite time in ms, without unit, as ``placer/report/assets/units.js`` does.
+
+    Trailing zeros are kept so that columns align.
+
+    >>> milliseconds(0.0261), milliseconds(0.35214), milliseconds(0.0)
+    ('26.10', '352.1', '0')
+    """
+    if seconds == 0:
+        return "0"
+    ms = seconds * 1e3
+    exponent = int(f"{ms:.{DIGITS - 1}e}".partition("e")[2])  # exponent after rounding
+    return f"{ms:.{min(max(DIGITS - 1 - exponent, 0), MOST_PLACES)}f}"
+
+
+def ratio_of(one_s: float, other_s: float) -> float:
+    """Return one time divided by another, which may be 0.
+
+    >>> ratio_of(3.0, 2.0), ratio_of(0.0, 0.0), ratio_of(1.0, 0.0)
+    (1.5, 1.0, inf)
+    """
+    if other_s:
+        return one_s / other_s
+    return math.inf if one_s else 1.0
