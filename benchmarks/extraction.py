@@ -26,7 +26,7 @@ from benchmarks.tables import Table
 from graphs.extract import Workload, extract
 from graphs.extract.eager import without_meta
 from graphs.workload import LossModule
-from placer.sources.huggingface import SIZES
+from placer.sources.huggingface import SIZES, Request
 from placer.sources.target import load_step
 
 FOLDER: Final = Path(__file__).parents[1] / "graphs" / "models"
@@ -104,7 +104,7 @@ def large(start_s: float) -> dict[str, Any]:
     """Extract the large model; the main function of its process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = dict(SIZES["llama-3-8b"][1])
+    sizes = Request.parse(SIZES["llama-3-8b"]).fields
     warm_up()
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))

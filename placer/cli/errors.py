@@ -76,7 +76,7 @@ def _is_bad_usage(error: BaseException) -> bool:
         return isinstance(error, UsageError)
     from graphs.selection import ConstraintError
     from placer.exports.renaming import RenamingError
-    from placer.sources.fault import TargetError
+    from placer.sources.names import TargetError
     from placer.warm_start import WarmStartError
 
     return isinstance(error, ConstraintError | WarmStartError | RenamingError | TargetError)

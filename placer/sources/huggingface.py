@@ -36,9 +36,8 @@ from graphs.extract import Workload
 from graphs.files import file_error_message
 from graphs.names import suggestion
 from graphs.strict_json import brief, parse_json
-from placer.sources.fault import TargetError
 from placer.sources.huggingface_config import OF_LOADING, check_harmless, read_config
-from placer.sources.names import PREFIX
+from placer.sources.names import PREFIX, TargetError
 
 BATCH: Final = 1
 SEQUENCE: Final = 128
@@ -54,70 +53,39 @@ OWN_FUNCTION: Final = (
     "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
 )
 
-SIZES: Final[Mapping[str, tuple[str, Mapping[str, int]]]] = MappingProxyType(
+SIZES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "bert-base-uncased": ("bert", {}),
-        "bert-base-cased": ("bert", {"vocab_size": 28996}),
-        "bert-large-uncased": (
-            "bert",
-            {
-                "hidden_size": 1024,
-                "num_hidden_layers": 24,
-                "num_attention_heads": 16,
-                "intermediate_size": 4096,
-            },
-        ),
-        "distilbert-base-uncased": ("distilbert", {}),
-        "roberta-base": ("roberta", {"max_position_embeddings": 514, "type_vocab_size": 1}),
-        "gpt2": ("gpt2", {}),
-        "distilgpt2": ("gpt2", {"n_layer": 6}),
-        "gpt2-medium": ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
-        "gpt2-large": ("gpt2", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
-        "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
-        "t5-small": ("t5", {}),
-        "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
-        "tinyllama-1.1b": (
-            "llama",
-            {
-                "hidden_size": 2048,
-                "intermediate_size": 5632,
-                "num_hidden_layers": 22,
-                "num_key_value_heads": 4,
-            },
-        ),
-        "llama-2-7b": ("llama", {"max_position_embeddings": 4096}),
-        "llama-3-8b": (
-            "llama",
-            {
-                "vocab_size": 128256,
-                "intermediate_size": 14336,
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 8192,
-            },
-        ),
-        "mixtral-8x7b": ("mixtral", {}),
-        "vit-base-patch16-224": ("vit", {"num_labels": 1000}),
-        "resnet-50": ("resnet", {"num_labels": 1000}),
-        "whisper-tiny": ("whisper", {}),
-        "whisper-base": (
-            "whisper",
-            {
-                "d_model": 512,
-                "encoder_layers": 6,
-                "decoder_layers": 6,
-                "encoder_attention_heads": 8,
-                "decoder_attention_heads": 8,
-                "encoder_ffn_dim": 2048,
-                "decoder_ffn_dim": 2048,
-            },
-        ),
+        "bert-base-uncased": "bert",
+        "bert-base-cased": "bert?vocab_size=28996",
+        "bert-large-uncased": "bert?hidden_size=1024&num_hidden_layers=24"
+        "&num_attention_heads=16&intermediate_size=4096",
+        "distilbert-base-uncased": "distilbert",
+        "roberta-base": "roberta?max_position_embeddings=514&type_vocab_size=1",
+        "gpt2": "gpt2",
+        "distilgpt2": "gpt2?n_layer=6",
+        "gpt2-medium": "gpt2?n_embd=1024&n_layer=24&n_head=16",
+        "gpt2-large": "gpt2?n_embd=1280&n_layer=36&n_head=20",
+        "gpt2-xl": "gpt2?n_embd=1600&n_layer=48&n_head=25",
+        "t5-small": "t5",
+        "t5-base": "t5?d_model=768&d_ff=3072&num_layers=12&num_heads=12",
+        "tinyllama-1.1b": "llama?hidden_size=2048&intermediate_size=5632"
+        "&num_hidden_layers=22&num_key_value_heads=4",
+        "llama-2-7b": "llama?max_position_embeddings=4096",
+        "llama-3-8b": "llama?vocab_size=128256&intermediate_size=14336"
+        "&num_key_value_heads=8&max_position_embeddings=8192",
+        "mixtral-8x7b": "mixtral",
+        "vit-base-patch16-224": "vit?num_labels=1000",
+        "resnet-50": "resnet?num_labels=1000",
+        "whisper-tiny": "whisper",
+        "whisper-base": "whisper?d_model=512&encoder_layers=6&encoder_ffn_dim=2048"
+        "&encoder_attention_heads=8&decoder_layers=6&decoder_ffn_dim=2048"
+        "&decoder_attention_heads=8",
     }
 )
-"""{name of a published model: (its type in transformers, sizes that differ from the defaults)}.
+"""{name of a published model: its type in transformers, with the sizes that are not the defaults}.
 
 The numbers are those of the ``config.json`` published with each model.
 """
-
 
 HEADS: Final = (
     ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
@@ -141,23 +109,21 @@ class Request:
     def __post_init__(self) -> None:
         for what, value in (("batch", self.batch), ("sequence", self.sequence)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise TargetError(f"{PREFIX}{self.name}: {what} is {value}, not a number above 0")
+                raise TargetError(f"{self}: {what} is {value}, not a number above 0")
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.name}"
 
     @classmethod
     def parse(cls, target: str) -> Request:
-        """Parse ``hf:name?batch=2&sequence=64&field=value``.
-
-        Raises:
-            TargetError: there is no name, or the part after the question mark is malformed.
-        """
+        """Parse ``hf:name?batch=2&sequence=64&field=value``."""
         name, _, query = target.removeprefix(PREFIX).partition("?")
         if not name:
             raise TargetError(f"target {target!r} names no model; {_known()}")
         try:
-            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+            fields = _fields(query)
         except ValueError as error:
             raise TargetError(f"target {target!r}: {error}; write ?key=value&key=value") from error
-        fields = {key: _value(text) for key, text in pairs}
         batch, sequence = fields.pop("batch", BATCH), fields.pop("sequence", SEQUENCE)
         return cls(name, batch, sequence, fields)
 
@@ -169,10 +135,6 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Workload:
     classification, the first of these that its type supports. In training the labels are random
     too, and the loss is the model's own. Without ``weights`` the model is on the meta device, which
     takes no memory and holds no values.
-
-    Raises:
-        TargetError: transformers is not installed, has no such model or refuses its sizes, the
-            sequence is too long for the model, or the weights do not fit into free memory.
     """
     transformers = _transformers(request)
     with _quiet(transformers), torch.random.fork_rng(devices=[]):
@@ -207,8 +169,7 @@ def _step(model: Any, request: Request, *, training: bool) -> Workload:
             inputs = {"input_features": torch.randn(batch, config.num_mel_bins, frames)}
         case other:
             raise TargetError(
-                f"{PREFIX}{request.name} takes {other}, of which placer does not know the sizes; "
-                f"{OWN_FUNCTION}"
+                f"{request} takes {other}, of which placer does not know the sizes; {OWN_FUNCTION}"
             )
     if training:
         inputs["labels"] = torch.randint(config.vocab_size, tokens)
@@ -229,8 +190,7 @@ def _transformers(request: Request) -> Any:
         return import_module("transformers")
     except ModuleNotFoundError as error:
         raise TargetError(
-            f"{PREFIX}{request.name} needs {error.name}, which is not installed: "
-            "pip install 'device-placer[hf]'"
+            f"{request} needs {error.name}, which is not installed: pip install 'device-placer[hf]'"
         ) from error
 
 
@@ -245,30 +205,33 @@ def _config(transformers: Any, request: Request) -> Any:
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
-    limits = ("max_position_embeddings", "max_target_positions")
-    longest = next((own for name in limits if (own := getattr(config, name, None))), None)
+    limits = (
+        getattr(config, "max_position_embeddings", None),
+        getattr(config, "max_target_positions", None),
+    )
+    longest = next(filter(None, limits), None)
     if longest is not None and request.sequence > longest:
         raise TargetError(
-            f"{PREFIX}{request.name} takes {longest} tokens at most, not {request.sequence}; ask "
-            f"for {PREFIX}{request.name}?sequence={longest}"
+            f"{request} takes {longest} tokens at most, not {request.sequence}; ask "
+            f"for {request}?sequence={longest}"
         )
     return config
 
 
-def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Mapping[str, int]]:
+def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a factory of the configuration, and the sizes of the published model."""
     path = Path(request.name)
     if path.exists():
         return _maker_of_file(transformers, request, path), {}
     name = request.name.rpartition("/")[2].lower()  # of "google-bert/bert-base-uncased"
-    kind, sizes = SIZES.get(name, (name, {}))
+    kind, _, sizes = SIZES.get(name, name).partition("?")
     if kind in transformers.CONFIG_MAPPING:
-        return transformers.CONFIG_MAPPING[kind], sizes
+        return transformers.CONFIG_MAPPING[kind], _fields(sizes)
     known = (f"{PREFIX}{kind}" for kind in (*SIZES, *transformers.CONFIG_MAPPING))
-    meant = suggestion(f"{PREFIX}{name}", known)
+    hint = suggestion(f"{PREFIX}{name}", known)
     raise TargetError(
-        f"{PREFIX}{request.name}: there is no such folder, and neither a type that transformers "
-        f"knows nor a model whose sizes placer knows has this name{meant or ';'} {_known()}"
+        f"{request}: there is no such folder, and neither a type that transformers knows nor a "
+        f"model whose sizes placer knows has this name{hint or ';'} {_known()}"
     )
 
 
@@ -277,21 +240,17 @@ def _maker_of_file(transformers: Any, request: Request, path: Path) -> Callable[
     try:
         content = read_config(path)
     except OSError as error:
-        raise TargetError(f"{PREFIX}{request.name}: {file_error_message(error)}") from error
+        raise TargetError(f"{request}: {file_error_message(error)}") from error
     except ValueError as error:
-        raise TargetError(f"{PREFIX}{request.name}: {error}") from error
+        raise TargetError(f"{request}: {error}") from error
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise TargetError(
-            f"{PREFIX}{request.name}: transformers does not know its model_type {kind!a}, and code "
+            f"{request}: transformers does not know its model_type {kind!a}, and code "
             f"in a folder is not run; {OWN_FUNCTION}"
         )
     from_dict = transformers.CONFIG_MAPPING[kind].from_dict
-
-    def make(**fields: object) -> Any:
-        return from_dict(copy.deepcopy(content), **fields)
-
-    return make
+    return lambda **fields: from_dict(copy.deepcopy(content), **fields)
 
 
 def _known() -> str:
@@ -306,13 +265,13 @@ def _check_fields(config: Any, request: Request) -> None:
     try:
         check_harmless(request.fields)
     except ValueError as error:
-        raise TargetError(f"{PREFIX}{request.name}: {error}") from error
+        raise TargetError(f"{request}: {error}") from error
     listed = {*config.to_dict(), *config.attribute_map, *NOT_LISTED} - OF_LOADING
     known = {name for name in listed if not name.startswith("_")}
     for name in request.fields:
         if name not in known:
             hint = suggestion(name, ["batch", "sequence", *known])
-            raise TargetError(f"{PREFIX}{request.name} has no field {name!r}{hint}")
+            raise TargetError(f"{request} has no field {name!r}{hint}")
 
 
 def _head(transformers: Any, config: Any, request: Request) -> Any:
@@ -320,7 +279,7 @@ def _head(transformers: Any, config: Any, request: Request) -> Any:
         if type(config) in getattr(transformers, mapping):
             return getattr(transformers, head)
     raise TargetError(
-        f"{PREFIX}{request.name}: transformers has no model of language, speech or images for "
+        f"{request}: transformers has no model of language, speech or images for "
         f"{type(config).__name__}; {OWN_FUNCTION}"
     )
 
@@ -331,18 +290,21 @@ def _check_memory(model: nn.Module, request: Request, training: bool) -> None:
     free = available_memory_bytes()
     if needed > free:
         raise TargetError(
-            f"{PREFIX}{request.name} needs {needed / 1e9:.1f} GB for its weights"
+            f"{request} needs {needed / 1e9:.1f} GB for its weights"
             f"{' and their gradients' if training else ''}, but {free / 1e9:.1f} GB are free here; "
             f"make it smaller, such as with ?num_hidden_layers=2"
         )
 
 
-def _value(text: str) -> Any:
-    """Parse a number, true or false; anything else is a string."""
-    try:
-        return parse_json(text, lambda content: content)
-    except ValueError:
-        return text
+def _fields(query: str) -> dict[str, Any]:
+    """Parse fields, whose values are JSON or else plain strings; ValueError if malformed."""
+    fields: dict[str, Any] = {}
+    for key, text in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
+        try:
+            fields[key] = parse_json(text, lambda content: content)
+        except ValueError:
+            fields[key] = text
+    return fields
 
 
 @contextmanager
@@ -354,9 +316,9 @@ def _refusing(request: Request) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise TargetError(f"{PREFIX}{request.name}: there is too little memory") from error
+            raise TargetError(f"{request}: there is too little memory") from error
         reason = brief(str(error)) or type(error).__name__
-        raise TargetError(f"{PREFIX}{request.name}: transformers refuses it: {reason}") from error
+        raise TargetError(f"{request}: transformers refuses it: {reason}") from error
 
 
 @contextmanager
@@ -369,7 +331,7 @@ def _few_parts(request: Request) -> Iterator[None]:
         count += 1
         if count > MOST_PARTS:
             raise TargetError(
-                f"{PREFIX}{request.name} has more than {MOST_PARTS} modules and parameters; make "
+                f"{request} has more than {MOST_PARTS} modules and parameters; make "
                 "it smaller, such as with ?num_hidden_layers=2"
             )
 

@@ -1,4 +1,4 @@
-"""Detection of the source of a target by its name."""
+"""Kinds of targets by their names, and the error of all sources."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Final
 
 PREFIX: Final = "hf:"
 """Prefix of models of Hugging Face's transformers."""
-EXPORTED_SUFFIX: Final = ".pt2"
-ONNX_SUFFIX: Final = ".onnx"
+
+
+class TargetError(ValueError):
+    """The target does not exist or does not define a model."""
 
 
 def is_huggingface(target: str) -> bool:
@@ -17,9 +19,14 @@ def is_huggingface(target: str) -> bool:
 
 def is_exported(target: str) -> bool:
     """Return whether a target is a file of torch.export."""
-    return target.endswith(EXPORTED_SUFFIX)
+    return target.endswith(".pt2")
 
 
 def is_onnx(target: str) -> bool:
     """Return whether a target is an ONNX file."""
-    return target.partition("?")[0].endswith(ONNX_SUFFIX)
+    return target.partition("?")[0].endswith(".onnx")
+
+
+def is_graph_file(target: str) -> bool:
+    """Return whether a target is a graph file: .json without ``hf:``."""
+    return target.endswith(".json") and not is_huggingface(target)

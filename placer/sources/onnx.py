@@ -18,9 +18,10 @@ from torch import Tensor
 
 from envs.hardware.discover import available_memory_bytes
 from graphs.extract import Workload
+from graphs.extract.errors import quiet
 from graphs.files import file_error_message, missing_file
 from graphs.printable import check_printable
-from placer.sources.fault import TargetError, quiet
+from placer.sources.names import TargetError
 
 LARGEST_FILE_BYTES: Final = 2**31
 """Limit of protocol buffers; larger models have their weights in separate files."""
@@ -30,12 +31,7 @@ SEED: Final = 0
 
 
 def load(target: str, *, training: bool) -> Workload:
-    """Return the inference step of an ONNX file on random inputs; integer inputs are 0 or 1.
-
-    Raises:
-        TargetError: there is no such file, it is not ONNX, is too large, has open sizes that are
-            not specified, has operators unknown to placer, or a training step is requested.
-    """
+    """Return the inference step of an ONNX file on random inputs; integer inputs are 0 or 1."""
     name, _, query = target.partition("?")
     path = Path(name)
     if training:
@@ -71,7 +67,7 @@ def _onnx(path: Path) -> Any:
 
 def _checked(onnx: Any, path: Path) -> Any:
     """Return the parsed file with its external data, with model-local functions inlined."""
-    from placer.sources.onnx_ops.tensors import bytes_of
+    from placer.sources.onnx_ops.node import bytes_of
 
     if not path.is_file():
         raise TargetError(missing_file(path))
@@ -94,12 +90,7 @@ def _checked(onnx: Any, path: Path) -> Any:
     except ValueError as error:
         raise TargetError(str(error)) from error
     try:
-        needed = sum(map(bytes_of, model.graph.initializer))
-        if needed > (free := available_memory_bytes()):
-            raise TargetError(
-                f"{path} needs {needed / 1e9:.1f} GB for its weights, but {free / 1e9:.1f} GB are "
-                "free here"
-            )
+        _check_room(sum(map(bytes_of, model.graph.initializer)), "weights", path)
         onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
         return onnx.inliner.inline_local_functions(model) if model.functions else model
     except TargetError:
@@ -134,10 +125,10 @@ def _sizes(target: str, query: str) -> dict[str, int]:
 
 def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Return random inputs by name, without initializers, which old files list as inputs."""
-    from placer.sources.onnx_ops.tensors import dtype_of
+    from placer.sources.onnx_ops.node import dtype_of
 
-    held = {one.name for one in graph.initializer}
-    wanted = [one for one in graph.input if one.name not in held]
+    constants = {one.name for one in graph.initializer}
+    wanted = [one for one in graph.input if one.name not in constants]
     for one in wanted:
         if not one.type.HasField("tensor_type") or not one.type.tensor_type.HasField("shape"):
             raise TargetError(f"{path}: input {one.name!r} is no tensor of known rank")
@@ -162,7 +153,11 @@ def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tenso
         name: [d if isinstance(d, int) else sizes[d] for d in shape]
         for name, shape in shapes.items()
     }
-    _check_room(dims, path)
+    for name, shape in dims.items():
+        if min(shape, default=0) < 0:
+            raise TargetError(f"{path}: input {name!r} has the shape {shape}")
+    # drawn in no more than 8 bytes each
+    _check_room(8 * sum(map(math.prod, dims.values())), "inputs", path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return {
@@ -171,15 +166,11 @@ def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tenso
         }
 
 
-def _check_room(shapes: Mapping[str, list[int]], path: Path) -> None:
-    for name, shape in shapes.items():
-        if min(shape, default=0) < 0:
-            raise TargetError(f"{path}: input {name!r} has the shape {shape}")
-    needed = 8 * sum(map(math.prod, shapes.values()))  # drawn in no more than 8 bytes each
-    if needed > (free := available_memory_bytes()):
+def _check_room(needed_bytes: int, what: str, path: Path) -> None:
+    if needed_bytes > (free := available_memory_bytes()):
         raise TargetError(
-            f"{path} needs {needed / 1e9:.1f} GB for its inputs, but {free / 1e9:.1f} GB are free "
-            "here"
+            f"{path} needs {needed_bytes / 1e9:.1f} GB for its {what}, but {free / 1e9:.1f} GB are "
+            "free here"
         )
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from placer.sources.fault import TargetError
+from placer.sources.names import TargetError
 from placer.sources.onnx_ops import RULES, Node, UnsupportedError
-from placer.sources.onnx_ops.tensors import attributes_of, tensor_of
+from placer.sources.onnx_ops.node import attributes_of, tensor_of
 
 OWN_DOMAINS: Final = ("", "ai.onnx")
 ONLY_SHAPES: Final = ("Shape", "Size")
@@ -53,8 +53,8 @@ class OnnxModel(nn.Module):
             arguments = [None if name is None else self._value(name, values) for name in call.reads]
             made = self.get_submodule(call.path)(*arguments)
             values |= zip(call.gives, _results(made), strict=False)
-        found = tuple(self._value(name, values) for name in self.outputs)
-        return found[0] if len(found) == 1 else found
+        outputs = tuple(self._value(name, values) for name in self.outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _value(self, name: str, values: Mapping[str, Any]) -> Any:
         if name in values:
@@ -81,9 +81,7 @@ def build(graph: Any, opset: int, inputs: Mapping[str, Tensor]) -> OnnxModel:
     """Return the module of a graph (onnx.GraphProto), for inputs of these sizes.
 
     Everything that does not depend on the data is computed here, once, so that all sizes are known.
-
-    Raises:
-        TargetError: a node has no counterpart in torch, or does not run on such inputs.
+    A node without counterpart in torch, or that does not run on such inputs, is a TargetError.
     """
     builder = _Builder(graph, opset, inputs)
     builder.add(graph.node)

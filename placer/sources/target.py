@@ -18,8 +18,13 @@ from graphs.graph_file import load_graph
 from graphs.names import suggestion
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
-from placer.sources.fault import TargetError
-from placer.sources.names import is_exported, is_huggingface, is_onnx
+from placer.sources.names import (
+    TargetError,
+    is_exported,
+    is_graph_file,
+    is_huggingface,
+    is_onnx,
+)
 
 if TYPE_CHECKING:
     from graphs.extract import Workload
@@ -50,11 +55,7 @@ class Target:
         return is_graph_file(self.name)
 
     def load(self, *, weights: bool = True) -> Workload:
-        """Load the step; see :func:`load_step`.
-
-        Raises:
-            TargetError: as for :func:`load_step`.
-        """
+        """Load the step; see :func:`load_step`."""
         step = load_step(self.name, training=self.training, weights=weights)
         return replace(step, optimizer=self.optimizer, dtype=self.dtype)
 
@@ -102,11 +103,7 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Workload:
 
 
 def check_target(target: str) -> None:
-    """Check the form of a target and that its file exists; nothing is read.
-
-    Raises:
-        TargetError: the form is unknown or the file is missing.
-    """
+    """Raise TargetError if the form of a target is unknown, or its file does not exist."""
     if is_huggingface(target):
         return
     if is_onnx(target):
@@ -120,28 +117,15 @@ def check_target(target: str) -> None:
 
 
 def load_function(reference: str) -> Callable[..., object]:
-    """Load the function that ``path/to/file.py:function`` names.
-
-    Raises:
-        TargetError: the file or function does not exist, or the file cannot be imported.
-    """
+    """Load the function that ``path/to/file.py:function`` names."""
     path, _, name = reference.rpartition(":")
     if not path or not name:
         raise TargetError(f"{reference!r} is no function: write path/to/file.py:function")
     return _function(_module(Path(path)), name, path)
 
 
-def is_graph_file(target: str) -> bool:
-    """Return whether a target is a graph file: .json without ``hf:``."""
-    return target.endswith(".json") and not is_huggingface(target)
-
-
 def load_graph_target(target: str) -> nx.DiGraph[str]:
-    """Read the graph file that a target names.
-
-    Raises:
-        TargetError: the file does not exist or is not a graph.
-    """
+    """Read the graph file that a target names."""
     try:
         return load_graph(Path(target))
     except OSError as error:
@@ -193,18 +177,17 @@ def _left(leaving: SystemExit) -> str:
 
 
 def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:
-    functions = {
+    functions: dict[str, Callable[[], object]] = {
         key: value
         for key, value in vars(module).items()
         if callable(value) and not key.startswith("_")
     }
     if name in functions:
-        found: Callable[[], object] = functions[name]
-        return found
-    own = [k for k, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
+        return functions[name]
+    defined = [k for k, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
     raise TargetError(
-        f"{path} has no function {name!r}; it defines {', '.join(own) if own else 'none'}"
-        + suggestion(name, own)
+        f"{path} has no function {name!r}; it defines {', '.join(defined) or 'none'}"
+        + suggestion(name, defined)
     )
 
 
@@ -212,19 +195,20 @@ def _without_function(path: Path) -> str:
     """Return a message for a target that lacks the name of a function; the file is not run."""
     if not path.is_file():
         return missing_file(path)
-    meant = [f"{path}:{name}" for name in _makers(path)]
-    told = f"did you mean {' or '.join(meant)}?" if meant else f"write {path}:NAME"
-    return f"target {path} says no function that makes the model; {told}"
+    makers = [f"{path}:{name}" for name in _makers(path)]
+    advice = f"did you mean {' or '.join(makers)}?" if makers else f"write {path}:NAME"
+    return f"target {path} names no function that makes the model; {advice}"
 
 
 def _makers(path: Path) -> list[str]:
+    """Return the public functions of a file that need no arguments and return something."""
     try:
-        found = ast.parse(path.read_bytes()).body
+        statements = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):
         return []
     return [
         node.name
-        for node in found
+        for node in statements
         if isinstance(node, ast.FunctionDef)
         and not node.name.startswith("_")
         and len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
@@ -247,5 +231,5 @@ def _step(made: object, target: str, training: bool) -> Workload:
         )
     loss = parts[2] if len(parts) == 3 else None
     if loss is not None and not callable(loss):
-        raise TargetError(f"{target}: the third thing it returns, the loss, cannot be called")
+        raise TargetError(f"{target}: the loss, third of what it returns, cannot be called")
     return Workload.of(parts[0], parts[1], loss, training=training)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from placer.sources.onnx_ops import (  # noqa: F401  # each one adds its rules
-    elementwise,
-    layers,
-    recurrent,
-    shapes,
-)
-from placer.sources.onnx_ops.rule import RULES, Node, UnsupportedError
+from typing import Final
+
+from placer.sources.onnx_ops import elementwise, layers, shapes
+from placer.sources.onnx_ops.node import Node, Rule, UnsupportedError
 
 __all__ = ["RULES", "Node", "UnsupportedError"]
+
+RULES: Final[dict[str, Rule]] = elementwise.RULES | layers.RULES | shapes.RULES
+"""{ONNX operator: rule}."""

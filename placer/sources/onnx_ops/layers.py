@@ -1,20 +1,19 @@
-"""ONNX layers: products, convolutions, normalizations, pooling and resizing."""
+"""ONNX layers: products, convolutions, normalizations, pooling, resizing and recurrent layers."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from placer.sources.onnx_ops.rule import Function, Node, rule
+from placer.sources.onnx_ops.node import Function, Node, Rule
 
 
-@rule("Gemm")
-def gemm(node: Node) -> Function:
+def _gemm(node: Node) -> Function:
     """Return F.linear if the node is a linear layer, else a scaled product."""
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
     left, right = node.get("transA", 0), node.get("transB", 0)
@@ -30,32 +29,28 @@ def gemm(node: Node) -> Function:
     return function
 
 
-@rule("Conv")
-def conv(node: Node) -> Function:
-    """Return a convolution in one to three dimensions, with uneven padding done before."""
+def _conv(node: Node) -> Function:
     rank = node.rank() - 2
     kernel = node.get("kernel_shape") or node.shape(1)[2:]
-    strides, dilations = spatial(node, "strides", rank), spatial(node, "dilations", rank)
-    pads = padding(node, kernel, strides, dilations)
+    strides, dilations = _spatial(node, "strides", rank), _spatial(node, "dilations", rank)
+    pads = _padding(node, kernel, strides, dilations)
     convolve = _by_rank(node, rank, (F.conv1d, F.conv2d, F.conv3d))
     even = pads[:rank] == pads[rank:]
     groups = node.get("group", 1)
 
     def function(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x, around = (x, pads[:rank]) if even else (F.pad(x, flat_pads(pads)), [0] * rank)
+        x, around = (x, pads[:rank]) if even else (F.pad(x, _flat_pads(pads)), [0] * rank)
         result: Tensor = convolve(x, weight, bias, strides, around, dilations, groups)
         return result
 
     return function
 
 
-@rule("ConvTranspose")
-def conv_transpose(node: Node) -> Function:
-    """Return a transposed convolution in one to three dimensions."""
+def _conv_transpose(node: Node) -> Function:
     rank = node.rank() - 2
     automatic = node.get("auto_pad", "NOTSET") == "NOTSET" and node.get("output_shape") is None
     node.refuse_unless(automatic, "leaves its padding to be found from the size of the output")
-    strides, dilations = spatial(node, "strides", rank), spatial(node, "dilations", rank)
+    strides, dilations = _spatial(node, "strides", rank), _spatial(node, "dilations", rank)
     pads = list(node.get("pads") or [0] * 2 * rank)
     more = list(node.get("output_padding") or [0] * rank)
     node.refuse_unless(pads[:rank] == pads[rank:], "pads its two sides differently")
@@ -66,8 +61,7 @@ def conv_transpose(node: Node) -> Function:
     )
 
 
-@rule("BatchNormalization")
-def batch_norm(node: Node) -> Function:
+def _batch_norm(node: Node) -> Function:
     """Return batch normalization with known means and variances."""
     node.refuse_unless(not node.get("training_mode", 0), "is in training mode")
     node.refuse_unless(node.get("spatial", 1) == 1, "normalizes each element by itself")
@@ -78,41 +72,31 @@ def batch_norm(node: Node) -> Function:
     )
 
 
-@rule("InstanceNormalization")
-def instance_norm(node: Node) -> Function:
-    """Return a normalization of each channel of each sample."""
-    epsilon = node.get("epsilon", 1e-5)
-    return lambda x, scale, bias: F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
-
-
-@rule("LayerNormalization")
-def layer_norm(node: Node) -> Function:
+def _layer_norm(node: Node) -> Function:
     """Return a normalization over all dimensions from an axis on."""
     axis = node.get("axis", -1) % node.rank()
     normalize = partial(F.layer_norm, normalized_shape=list(node.shape(0)[axis:]))
     axes, epsilon = tuple(range(axis, node.rank())), node.get("epsilon", 1e-5)
 
     def function(x: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-        found = [normalize(x, weight=scale, bias=bias, eps=epsilon)]
+        results = [normalize(x, weight=scale, bias=bias, eps=epsilon)]
         if node.output_count > 1:
-            found.append(x.mean(axes, keepdim=True))
+            results.append(x.mean(axes, keepdim=True))
         if node.output_count > 2:
-            found.append((x.var(axes, correction=0, keepdim=True) + epsilon).rsqrt())
-        return tuple(found)
+            results.append((x.var(axes, correction=0, keepdim=True) + epsilon).rsqrt())
+        return tuple(results)
 
     return function
 
 
-@rule("RMSNormalization")
-def rms_norm(node: Node) -> Function:
+def _rms_norm(node: Node) -> Function:
     """Return a normalization over all dimensions from an axis on, without the mean."""
     axis = node.get("axis", -1) % node.rank()
     sizes, epsilon = list(node.shape(0)[axis:]), node.get("epsilon", 1e-5)
     return lambda x, scale: F.rms_norm(x, sizes, scale, epsilon)
 
 
-@rule("GroupNormalization")
-def group_norm(node: Node) -> Function:
+def _group_norm(node: Node) -> Function:
     """Return group normalization; parameters are per group before opset 21, then per channel."""
     groups, epsilon = node.get("num_groups"), node.get("epsilon", 1e-5)
     repeats = node.shape(0)[1] // groups if node.opset < 21 else 1
@@ -126,30 +110,12 @@ def group_norm(node: Node) -> Function:
     return function
 
 
-@rule("LRN")
-def local_response_norm(node: Node) -> Function:
-    """Return a normalization over neighbouring channels."""
-    return partial(
-        F.local_response_norm,
-        size=node.get("size"),
-        alpha=node.get("alpha", 1e-4),
-        beta=node.get("beta", 0.75),
-        k=node.get("bias", 1.0),
-    )
-
-
-@rule("LpNormalization")
-def lp_normalization(node: Node) -> Function:
-    """Return a normalization to unit length along an axis."""
-    return partial(F.normalize, p=float(node.get("p", 2)), dim=node.get("axis", -1))
-
-
-def spatial(node: Node, name: str, rank: int) -> list[int]:
+def _spatial(node: Node, name: str, rank: int) -> list[int]:
     """Return an attribute with a number for each spatial dimension, 1 by default."""
     return list(node.get(name) or [1] * rank)
 
 
-def padding(node: Node, kernel: Any, strides: list[int], dilations: list[int]) -> list[int]:
+def _padding(node: Node, kernel: Any, strides: list[int], dilations: list[int]) -> list[int]:
     """Return the padding of all beginnings, then all ends, from auto_pad or pads."""
     rank, automatic = len(strides), node.get("auto_pad", "NOTSET")
     if automatic == "NOTSET":
@@ -167,7 +133,7 @@ def padding(node: Node, kernel: Any, strides: list[int], dilations: list[int]) -
     return begins + ends
 
 
-def flat_pads(pads: list[int]) -> list[int]:
+def _flat_pads(pads: list[int]) -> list[int]:
     """Convert ONNX's padding order to torch's: last dimension first, its two ends together."""
     rank = len(pads) // 2
     return [pads[axis + side * rank] for axis in reversed(range(rank)) for side in (0, 1)]
@@ -182,32 +148,30 @@ MAX_POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 AVERAGE_POOLS = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 
-@rule("MaxPool")
-def max_pool(node: Node) -> Function:
+def _max_pool(node: Node) -> Function:
     """Return max pooling, where padding never wins."""
     node.refuse_unless(node.output_count == 1, "gives the indices of the maxima")
     rank, kernel, strides, pads = _window(node)
-    dilations = spatial(node, "dilations", rank)
+    dilations = _spatial(node, "dilations", rank)
     pool: Function = MAX_POOLS[rank - 1]
     ceil = bool(node.get("ceil_mode", 0))
     if _as_torch_pads(pads, kernel):
         return lambda x: pool(x, kernel, strides, pads[:rank], dilations, ceil)
     return lambda x: pool(
-        F.pad(x, flat_pads(pads), value=-math.inf), kernel, strides, 0, dilations, ceil
+        F.pad(x, _flat_pads(pads), value=-math.inf), kernel, strides, 0, dilations, ceil
     )
 
 
-@rule("AveragePool")
-def average_pool(node: Node) -> Function:
+def _average_pool(node: Node) -> Function:
     """Return average pooling, with or without padding in the average."""
     rank, kernel, strides, pads = _window(node)
-    node.refuse_unless(set(spatial(node, "dilations", rank)) == {1}, "has dilations")
+    node.refuse_unless(set(_spatial(node, "dilations", rank)) == {1}, "has dilations")
     pool: Function = AVERAGE_POOLS[rank - 1]
     ceil, counted = bool(node.get("ceil_mode", 0)), bool(node.get("count_include_pad", 0))
     if _as_torch_pads(pads, kernel):
         return lambda x: pool(x, kernel, strides, pads[:rank], ceil, counted)
     node.refuse_unless(not ceil, "rounds up the size of a result that is padded unevenly")
-    around = flat_pads(pads)
+    around = _flat_pads(pads)
     if counted:
         return lambda x: pool(F.pad(x, around), kernel, strides)
 
@@ -219,17 +183,14 @@ def average_pool(node: Node) -> Function:
     return function
 
 
-@rule("GlobalAveragePool", "GlobalMaxPool")
-def global_pool(node: Node) -> Function:
-    """Return pooling over all spatial dimensions."""
+def _global_pool(node: Node) -> Function:
     axes = tuple(range(2, node.rank()))
     if node.op == "GlobalMaxPool":
         return lambda x: torch.amax(x, axes, keepdim=True)
     return lambda x: torch.mean(x, axes, keepdim=True)
 
 
-@rule("Resize", "Upsample")
-def resize(node: Node) -> Function:
+def _resize(node: Node) -> Function:
     """Return nearest, linear or cubic interpolation, in the modes that torch supports."""
     rank = node.rank() - 2
     at = 1 if node.op == "Upsample" or node.opset < 11 else 2
@@ -284,8 +245,8 @@ def _window(node: Node) -> tuple[int, list[int], list[int], list[int]]:
     kernel = list(node.get("kernel_shape"))
     rank = len(kernel)
     node.refuse_unless(1 <= rank <= 3, f"has {rank} spatial dimensions")
-    strides = spatial(node, "strides", rank)
-    pads = padding(node, kernel, strides, spatial(node, "dilations", rank))
+    strides = _spatial(node, "strides", rank)
+    pads = _padding(node, kernel, strides, _spatial(node, "dilations", rank))
     return rank, kernel, strides, pads
 
 
@@ -294,3 +255,124 @@ def _as_torch_pads(pads: list[int], kernel: list[int]) -> bool:
     rank = len(kernel)
     half = all(2 * pad <= size for pad, size in zip(pads, kernel * 2, strict=True))
     return pads[:rank] == pads[rank:] and half
+
+
+GATES: Final = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
+"""Positions in ONNX's weights (iofc, zrh) of the gates in torch's order (ifgo, rzn)."""
+ACTIVATIONS: Final = {
+    "LSTM": ("Sigmoid", "Tanh", "Tanh"),
+    "GRU": ("Sigmoid", "Tanh"),
+    "RNN": ("Tanh",),
+}
+LAYERS: Final[dict[str, type[nn.LSTM | nn.GRU | nn.RNN]]] = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "RNN": nn.RNN,
+}
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer of torch with the inputs and outputs of ONNX.
+
+    Inputs: x (T, B, I); initial_h and initial_c (D, B, H), D directions. Outputs: y (T, D, B, H),
+    the last h and, of an LSTM, the last c (D, B, H).
+    """
+
+    def __init__(self, layer: nn.RNNBase, *, backward: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.backward = backward
+
+    def forward(self, x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        """Run all time steps."""
+        initial = [*others[4:6], None, None][:2]
+        directions = 2 if self.layer.bidirectional else 1
+        size = (directions, x.shape[1], self.layer.hidden_size)
+        h, c = (x.new_zeros(size) if state is None else state for state in initial)
+        x = x.flip(0) if self.backward else x
+        if isinstance(self.layer, nn.LSTM):
+            y, last = self.layer(x, (h, c))
+        else:
+            y, one = self.layer(x, h)
+            last = (one,)
+        y = y.flip(0) if self.backward else y
+        parts: Tensor = y.reshape(*y.shape[:2], directions, size[2]).transpose(1, 2)
+        return (parts, *last)
+
+
+def _recurrent(node: Node) -> Function:
+    """Return a layer of torch with the same weights."""
+    direction = node.get("direction", "forward")
+    directions = 2 if direction == "bidirectional" else 1
+    usual = ACTIVATIONS[node.op] * directions
+    activations = tuple(node.get("activations") or usual)
+    node.refuse_unless(activations == usual, f"has the activations {', '.join(activations)}")
+    node.refuse_unless(node.get("clip") is None, "clips its gates")
+    node.refuse_unless(node.get("layout", 0) == 0, "has the batch as its first dimension")
+    node.refuse_unless(not node.get("input_forget", 0), "couples its gates")
+    node.refuse_unless(not node.has(7), "has peepholes")
+    after = node.op != "GRU" or bool(node.get("linear_before_reset", 0))
+    node.refuse_unless(after, "resets before its linear layer, which no GRU of torch does")
+    steps = node.ints(4) if node.has(4) else None
+    node.refuse_unless(
+        steps is None or set(steps) == {node.shape(0)[0]}, "has sequences of different lengths"
+    )
+    inputs, hidden, biases = node.value(1), node.value(2), node.value(3)
+    assert inputs is not None
+    assert hidden is not None
+    layer = LAYERS[node.op](
+        inputs.shape[2],
+        hidden.shape[2],
+        bias=biases is not None,
+        bidirectional=directions == 2,
+    )
+    weights: list[Any] = []
+    for d in range(directions):
+        weights += [_reordered(node.op, inputs[d]), _reordered(node.op, hidden[d])]
+        if biases is not None:
+            weights += [_reordered(node.op, half) for half in biases[d].chunk(2)]
+    with torch.no_grad():
+        for parameter, weight in zip(layer.parameters(), weights, strict=True):
+            parameter.data = weight.contiguous()
+    layer.requires_grad_(False)
+    return Recurrent(layer, backward=direction == "reverse")
+
+
+def _reordered(op: str, weights: Tensor) -> Tensor:
+    gates = weights.chunk(len(GATES[op]))
+    return torch.cat([gates[i] for i in GATES[op]])
+
+
+RULES: Final[dict[str, Rule]] = {
+    "AveragePool": _average_pool,
+    "BatchNormalization": _batch_norm,
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "GRU": _recurrent,
+    "Gemm": _gemm,
+    "GlobalAveragePool": _global_pool,
+    "GlobalMaxPool": _global_pool,
+    "GroupNormalization": _group_norm,
+    "InstanceNormalization": lambda node: (
+        lambda x, scale, bias: F.instance_norm(
+            x, weight=scale, bias=bias, eps=node.get("epsilon", 1e-5)
+        )
+    ),
+    "LRN": lambda node: partial(
+        F.local_response_norm,
+        size=node.get("size"),
+        alpha=node.get("alpha", 1e-4),
+        beta=node.get("beta", 0.75),
+        k=node.get("bias", 1.0),
+    ),
+    "LSTM": _recurrent,
+    "LayerNormalization": _layer_norm,
+    "LpNormalization": lambda node: partial(
+        F.normalize, p=float(node.get("p", 2)), dim=node.get("axis", -1)
+    ),
+    "MaxPool": _max_pool,
+    "RMSNormalization": _rms_norm,
+    "RNN": _recurrent,
+    "Resize": _resize,
+    "Upsample": _resize,
+}

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from placer.sources.onnx_ops.rule import Function, Node, rule
-from placer.sources.onnx_ops.tensors import dtype_of
+from placer.sources.onnx_ops.node import Function, Node, Rule, dtype_of
 
 LARGEST_COUNT: Final = 2**31
 
 
-@rule("Reshape")
-def reshape(node: Node) -> Function:
+def _reshape(node: Node) -> Function:
     """Return a reshape: 0 keeps a size (unless allowzero), -1 is inferred."""
     wanted, old = node.ints(1) or list(node.get("shape", ())), node.shape(0)
     if not node.get("allowzero", 0):
@@ -24,33 +22,20 @@ def reshape(node: Node) -> Function:
     return lambda x, *_: x.reshape(wanted)
 
 
-@rule("Flatten")
-def flatten(node: Node) -> Function:
-    """Return a reshape to two dimensions."""
+def _flatten(node: Node) -> Function:
     axis = node.get("axis", 1)
     axis += node.rank() if axis < 0 else 0
     rows = math.prod(node.shape(0)[:axis])
     return lambda x: x.reshape(rows, math.prod(x.shape[axis:]))
 
 
-@rule("Transpose")
-def transpose(node: Node) -> Function:
-    """Return a permutation of the dimensions, by default reversed."""
-    order = node.get("perm") or tuple(reversed(range(node.rank())))
-    return lambda x: x.permute(*order)
-
-
-@rule("Squeeze")
-def squeeze(node: Node) -> Function:
-    """Return a removal of dimensions of size 1."""
+def _squeeze(node: Node) -> Function:
     axes = node.attribute_or_input("axes", 1)
     chosen = tuple(axes) if axes is not None else tuple(range(node.rank()))
     return lambda x, *_: torch.squeeze(x, chosen)
 
 
-@rule("Unsqueeze")
-def unsqueeze(node: Node) -> Function:
-    """Return an insertion of dimensions of size 1."""
+def _unsqueeze(node: Node) -> Function:
     axes = node.attribute_or_input("axes", 1) or []
     rank = node.rank() + len(axes)
 
@@ -62,18 +47,10 @@ def unsqueeze(node: Node) -> Function:
     return function
 
 
-@rule("Concat")
-def concat(node: Node) -> Function:
-    """Return a concatenation along an axis."""
-    axis = node.get("axis", 1)
-    return lambda *tensors: torch.cat(tensors, axis)
-
-
-@rule("Split")
-def split(node: Node) -> Function:
+def _split(node: Node) -> Function:
     """Return a split into parts of given sizes, by default equal ones with a smaller last one."""
     axis = node.get("axis", 0)
-    sizes, count, total = node.attribute_or_input("split", 1), node.output_count, 0
+    sizes, count = node.attribute_or_input("split", 1), node.output_count
     if sizes is None:
         total = node.shape(0)[axis]
         part = -(-total // count)
@@ -81,34 +58,30 @@ def split(node: Node) -> Function:
     return lambda x, *_: torch.split(x, sizes, axis)
 
 
-@rule("Expand")
-def expand(node: Node) -> Function:
+def _expand(node: Node) -> Function:
     """Return a bidirectional broadcast to a shape."""
-    given, own = node.ints(1) or [], list(node.shape(0))
-    rank = max(len(given), len(own))
-    pairs = zip([1] * (rank - len(own)) + own, [1] * (rank - len(given)) + given, strict=True)
-    wanted = [new if size == 1 else size for size, new in pairs]
+    new, old = node.ints(1) or [], list(node.shape(0))
+    rank = max(len(new), len(old))
+    sizes = zip([1] * (rank - len(old)) + old, [1] * (rank - len(new)) + new, strict=True)
+    wanted = [b if a == 1 else a for a, b in sizes]
     return lambda x, _: x.expand(wanted)
 
 
-@rule("Tile")
-def tile(node: Node) -> Function:
-    """Return a repetition along each axis."""
+def _tile(node: Node) -> Function:
     repeats = node.ints(1) or []
     _check_size(node, node.shape(0).numel() * math.prod(repeats))
     return lambda x, _: x.repeat(*repeats)
 
 
-@rule("Pad")
-def pad(node: Node) -> Function:
+def _pad(node: Node) -> Function:
     """Return padding by a number, the edge or reflection; negative padding crops."""
     rank = node.rank()
-    given = node.attribute_or_input("pads", 1) or []
+    pads = node.attribute_or_input("pads", 1) or []
     axes = node.ints(3) if node.has(3) else None
     sizes = [[0, 0] for _ in range(rank)]
     chosen = list(range(rank)) if axes is None else [axis % rank for axis in axes]
     for i, axis in enumerate(chosen):
-        sizes[axis] = [given[i], given[i + len(chosen)]]
+        sizes[axis] = [pads[i], pads[i + len(chosen)]]
     mode = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}[
         node.get("mode", "constant")
     ]
@@ -117,7 +90,7 @@ def pad(node: Node) -> Function:
         flat = [size for axis in reversed(sizes) for size in axis]
         return lambda x, *_: F.pad(x, flat, value=value)
     whole = 0  # torch requires the unpadded dimensions in front
-    while whole < rank - 1 and sizes[whole] == [0, 0] and rank - whole > 1:
+    while whole < rank - 1 and sizes[whole] == [0, 0]:
         whole += 1
     node.refuse_unless(rank - whole <= 3, f"pads {rank - whole} dimensions by {mode}")
     flat = [size for axis in reversed(sizes[whole:]) for size in axis]
@@ -131,41 +104,21 @@ def pad(node: Node) -> Function:
     return function
 
 
-@rule("Shape")
-def shape(node: Node) -> Function:
-    """Return the shape as a tensor, or a part of it."""
-    sizes = list(node.shape(0))[node.get("start", 0) : node.get("end")]
-    return lambda _: torch.tensor(sizes, dtype=torch.int64)
-
-
-@rule("Size")
-def size(node: Node) -> Function:
-    """Return the number of elements."""
-    count = node.shape(0).numel()
-    return lambda _: torch.tensor(count, dtype=torch.int64)
-
-
-@rule("ConstantOfShape")
-def constant_of_shape(node: Node) -> Function:
-    """Return a tensor filled with one value."""
+def _constant_of_shape(node: Node) -> Function:
     sizes, value = node.ints(0) or [], node.get("value")
     _check_size(node, math.prod(sizes))
     fill = torch.zeros(1) if value is None else value
     return lambda _: torch.full(sizes, fill.item(), dtype=fill.dtype)
 
 
-@rule("Range")
-def arange(node: Node) -> Function:
-    """Return equally spaced numbers."""
+def _range(node: Node) -> Function:
     start, stop, step = (node.number(i, 0) for i in range(3))
     dtype = node.dtypes[0]
     _check_size(node, math.ceil((stop - start) / step) if step else 0)
     return lambda *_: torch.arange(start, stop, step, dtype=dtype)
 
 
-@rule("DepthToSpace")
-def depth_to_space(node: Node) -> Function:
-    """Return a rearrangement of channels into pixels."""
+def _depth_to_space(node: Node) -> Function:
     block = node.get("blocksize")
     if node.get("mode", "DCR") == "CRD":
         return lambda x: F.pixel_shuffle(x, block)
@@ -178,9 +131,7 @@ def depth_to_space(node: Node) -> Function:
     return function
 
 
-@rule("SpaceToDepth")
-def space_to_depth(node: Node) -> Function:
-    """Return a rearrangement of pixels into channels."""
+def _space_to_depth(node: Node) -> Function:
     node.refuse_unless(node.get("mode", "DCR") == "DCR", f"is of mode {node.get('mode')}")
     block = node.get("blocksize")
 
@@ -192,13 +143,17 @@ def space_to_depth(node: Node) -> Function:
     return function
 
 
+def _wrapped(index: Tensor, size: int) -> Tensor:
+    """Return indices with the negative ones counted from the end."""
+    return torch.where(index < 0, index + size, index)
+
+
 def _check_size(node: Node, count: int) -> None:
     """Refuse tensors too large for memory, which a small file may request."""
     node.refuse_unless(count <= LARGEST_COUNT, f"makes a tensor of {count:.1e} elements")
 
 
-@rule("Slice")
-def slice_(node: Node) -> Function:
+def _slice(node: Node) -> Function:
     """Return a slice along some axes; the step may be negative."""
     starts = node.attribute_or_input("starts", 1) or []
     ends = node.attribute_or_input("ends", 2) or []
@@ -229,8 +184,7 @@ def slice_(node: Node) -> Function:
     return function
 
 
-@rule("Gather")
-def gather(node: Node) -> Function:
+def _gather(node: Node) -> Function:
     """Return a selection of entries along an axis by indices, which may be negative."""
     axis = node.get("axis", 0) % node.rank()
     size, known = node.shape(0)[axis], node.known[1]
@@ -243,38 +197,23 @@ def gather(node: Node) -> Function:
         chosen = index.long()
         if axis == 0 and x.dim() == 2 and x.is_floating_point():
             # Exporters write embeddings as Gather: restore the embedding.
-            return torch.nn.functional.embedding(torch.where(chosen < 0, chosen + size, chosen), x)
+            return F.embedding(_wrapped(chosen, size), x)
         return x[(*before, chosen)]
 
     return function
 
 
-@rule("GatherElements")
-def gather_elements(node: Node) -> Function:
-    """Return a selection of one entry along an axis for each element."""
-    axis = node.get("axis", 0)
-
-    def function(x: Tensor, index: Tensor) -> Tensor:
-        return torch.gather(x, axis, torch.where(index < 0, index + x.shape[axis], index).long())
-
-    return function
-
-
-@rule("GatherND")
-def gather_nd(node: Node) -> Function:
-    """Return a selection by the indices in the last dimension."""
+def _gather_nd(node: Node) -> Function:
     node.refuse_unless(node.get("batch_dims", 0) == 0, "has batch dimensions")
     return lambda x, index: x[tuple(index.long().unbind(-1))]
 
 
-@rule("ScatterElements", "Scatter")
-def scatter_elements(node: Node) -> Function:
-    """Return a copy in which one entry along an axis is updated for each element."""
+def _scatter_elements(node: Node) -> Function:
     axis, kind = node.get("axis", 0), node.get("reduction", "none")
     names = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
     def function(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-        chosen = torch.where(index < 0, index + x.shape[axis], index).long()
+        chosen = _wrapped(index, x.shape[axis]).long()
         if kind == "none":
             return torch.scatter(x, axis, chosen, updates)
         return torch.scatter_reduce(x, axis, chosen, updates, names[kind])
@@ -282,9 +221,7 @@ def scatter_elements(node: Node) -> Function:
     return function
 
 
-@rule("ScatterND")
-def scatter_nd(node: Node) -> Function:
-    """Return a copy updated at the indices in the last dimension."""
+def _scatter_nd(node: Node) -> Function:
     kind = node.get("reduction", "none")
     node.refuse_unless(kind in ("none", "add"), f"combines by {kind}")
 
@@ -295,14 +232,12 @@ def scatter_nd(node: Node) -> Function:
     return function
 
 
-@rule("OneHot")
-def one_hot(node: Node) -> Function:
-    """Return one value at the index, another elsewhere."""
+def _one_hot(node: Node) -> Function:
     depth = (node.ints(1) or [0])[0]
     axis = node.get("axis", -1)
 
     def function(index: Tensor, _: Any, values: Tensor) -> Tensor:
-        wrapped = torch.where(index < 0, index + depth, index).long().unsqueeze(axis)
+        wrapped = _wrapped(index, depth).long().unsqueeze(axis)
         places = [1] * wrapped.dim()
         places[axis] = depth
         hit = wrapped == torch.arange(depth, device=index.device).reshape(places)
@@ -311,30 +246,20 @@ def one_hot(node: Node) -> Function:
     return function
 
 
-@rule("Trilu")
-def trilu(node: Node) -> Function:
-    """Return the upper or the lower triangle."""
-    diagonal = int(node.number(1, 0))
-    triangle: Function = torch.triu if node.get("upper", 1) else torch.tril
-    return lambda x, *_: triangle(x, diagonal)
-
-
-@rule("TopK")
-def top_k(node: Node) -> Function:
+def _top_k(node: Node) -> Function:
     """Return the largest or smallest entries along an axis, and their indices."""
     count = (node.ints(1) or [node.get("k", 1)])[0]
     axis, largest = node.get("axis", -1), bool(node.get("largest", 1))
 
     def function(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
         # ONNX requires the first of equal entries; topk returns any.
-        found = torch.sort(x, stable=True, dim=axis, descending=largest)
-        return tuple(part.narrow(axis, 0, count) for part in found)
+        ordered = torch.sort(x, stable=True, dim=axis, descending=largest)
+        return tuple(part.narrow(axis, 0, count) for part in ordered)
 
     return function
 
 
-@rule("NonZero")
-def non_zero(node: Node) -> Function:
+def _non_zero(node: Node) -> Function:
     """Return the indices of nonzero entries of a known tensor."""
     value = node.value(0)
     assert value is not None
@@ -342,11 +267,70 @@ def non_zero(node: Node) -> Function:
     return lambda *_: places.clone()
 
 
-@rule("EyeLike")
-def eye_like(node: Node) -> Function:
-    """Return a matrix with ones on a diagonal."""
+def _eye_like(node: Node) -> Function:
     rows, columns = node.shape(0)
     shift = node.get("k", 0)
-    given = node.get("dtype")
-    dtype = node.dtypes[0] if given is None else dtype_of(given)
+    number = node.get("dtype")
+    dtype = node.dtypes[0] if number is None else dtype_of(number)
     return lambda _: torch.ones(rows, columns, dtype=dtype).triu(shift).tril(shift)
+
+
+def _transpose(node: Node) -> Function:
+    order = node.get("perm") or tuple(reversed(range(node.rank())))
+    return lambda x: x.permute(*order)
+
+
+def _concat(node: Node) -> Function:
+    axis = node.get("axis", 1)
+    return lambda *tensors: torch.cat(tensors, axis)
+
+
+def _constant(values: Any) -> Function:
+    return lambda _: torch.tensor(values, dtype=torch.int64)
+
+
+def _shape(node: Node) -> Function:
+    return _constant(list(node.shape(0))[node.get("start", 0) : node.get("end")])
+
+
+def _gather_elements(node: Node) -> Function:
+    axis = node.get("axis", 0)
+    return lambda x, index: torch.gather(x, axis, _wrapped(index, x.shape[axis]).long())
+
+
+def _triangle(node: Node) -> Function:
+    diagonal = int(node.number(1, 0))
+    triangle: Function = torch.triu if node.get("upper", 1) else torch.tril
+    return lambda x, *_: triangle(x, diagonal)
+
+
+RULES: Final[dict[str, Rule]] = {
+    "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape,
+    "DepthToSpace": _depth_to_space,
+    "Expand": _expand,
+    "EyeLike": _eye_like,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "NonZero": _non_zero,
+    "OneHot": _one_hot,
+    "Pad": _pad,
+    "Range": _range,
+    "Reshape": _reshape,
+    "Scatter": _scatter_elements,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "Shape": _shape,
+    "Size": lambda node: _constant(node.shape(0).numel()),
+    "Slice": _slice,
+    "SpaceToDepth": _space_to_depth,
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Tile": _tile,
+    "TopK": _top_k,
+    "Transpose": _transpose,
+    "Trilu": _triangle,
+    "Unsqueeze": _unsqueeze,
+}

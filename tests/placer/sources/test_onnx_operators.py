@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from placer.sources.fault import TargetError
+from placer.sources.names import TargetError
 
 torch.set_num_threads(1)
 onnx = pytest.importorskip("onnx")

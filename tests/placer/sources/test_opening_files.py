@@ -27,8 +27,8 @@ from graphs.graph_file import load_graph
 from placer.policies import load as load_policy
 from placer.policies.evaluation import load_suites
 from placer.policies.training.config import load_config
-from placer.sources import exported, exported_check
-from placer.sources.symbolic_sizes import check_expression
+from placer.sources import exported
+from placer.sources.size_expressions import check_expression
 from placer.sources.target import TargetError, load_step
 from placer.warm_start import load_warm_start
 
@@ -527,7 +527,7 @@ def test_anything_else_is_no_expression_of_sizes(text: str) -> None:
 
 def test_an_expression_that_is_no_text_is_refused() -> None:
     with pytest.raises(ValueError, match="no text"):
-        exported_check._check({"expr_str": {"name": "__import__('os')"}}, "")
+        exported._check({"expr_str": {"name": "__import__('os')"}}, "")
 
 
 TINY: Program = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 31}

@@ -40,17 +40,8 @@ ASSUMPTION: Final = re.compile(
     "integer|rational|real|finite|infinite|even|odd|zero|nonzero|commutative"
     "|(extended_)?(non)?(positive|negative)|extended_(real|nonzero)"
 )
-OPERATORS: Final = (
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.FloorDiv,
-    ast.Mod,
-    ast.Pow,
-    ast.BitAnd,
-    ast.BitOr,
-)
+ARITHMETIC: Final = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
+OPERATORS: Final = (*ARITHMETIC, ast.BitAnd, ast.BitOr)
 SIGNS: Final = (ast.UAdd, ast.USub, ast.Invert)
 RELATIONS: Final = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
@@ -63,9 +54,6 @@ def check_expression(text: str) -> None:
     Traceback (most recent call last):
         ...
     ValueError: "__import__('os')" is no expression of sizes
-
-    Raises:
-        ValueError: it contains anything else, or numbers of thousands of digits.
     """
     shown = repr(text if len(text) <= 80 else f"{text[:77]}...")
     try:
@@ -79,11 +67,7 @@ def check_expression(text: str) -> None:
 
 
 def _bits(node: ast.expr) -> int:
-    """Check a part of an expression, and return a bound on the bits of numbers in its value.
-
-    Raises:
-        ValueError: it is not in the grammar.
-    """
+    """Return a bound on the bits of numbers in the value of a part; ValueError if not allowed."""
     match node:
         case ast.Constant(value=bool()):
             return 1
@@ -111,10 +95,8 @@ def _bits(node: ast.expr) -> int:
 def _bits_of_call(name: str, arguments: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> int:
     match name, arguments:
         case "Symbol", [ast.Constant(value=str() as symbol)] if SYMBOL.fullmatch(symbol):
-            for keyword in keywords:
-                if not (ASSUMPTION.fullmatch(keyword.arg or "") and _is_truth(keyword.value)):
-                    raise ValueError
-            return 1
+            if all(map(_is_assumption, keywords)):
+                return 1
         case "Float", [ast.Constant(value=str() as digits)] if re.fullmatch(
             r"-?\d*\.?\d*(e[+-]?\d{1,3})?", digits, re.ASCII
         ):
@@ -140,12 +122,11 @@ def _bits_of_integer(node: ast.expr) -> int:
 
 
 def _bits_of_power(base: ast.expr, exponent: ast.expr) -> int:
-    of_exponent = _bits(exponent)
-    if of_exponent > MOST_EXPONENT_BITS:
+    exponent_bits = _bits(exponent)
+    is_too_large = exponent_bits > MOST_EXPONENT_BITS
+    if is_too_large or (_has_symbol(base) and not _is_small(exponent)):
         raise ValueError
-    if _has_symbol(base) and not _is_small(exponent):
-        raise ValueError
-    return min(_bits(base), MOST_BITS + 1) << of_exponent
+    return min(_bits(base), MOST_BITS + 1) << exponent_bits
 
 
 def _has_symbol(node: ast.expr) -> bool:
@@ -170,5 +151,6 @@ def _bits_of_all(parts: Sequence[ast.expr]) -> int:
     return sum(_bits(part) + 1 for part in parts)
 
 
-def _is_truth(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
+def _is_assumption(keyword: ast.keyword) -> bool:
+    is_truth = isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, bool)
+    return is_truth and ASSUMPTION.fullmatch(keyword.arg or "") is not None
