@@ -179,19 +179,6 @@ def test_a_placement_that_names_another_module_is_refused() -> None:
         )
 
 
-def test_what_was_recorded_is_told_to_be_placed_by_modules() -> None:
-    model, inputs = looped()
-    with pytest.raises(ExtractionError, match="--extractor modules"):
-        placer.optimize(
-            model,
-            inputs,
-            loss=tiny_models.squared,
-            devices="cpu",
-            extractor="dispatch",
-            progress=False,
-        )
-
-
 def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

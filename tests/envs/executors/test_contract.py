@@ -167,12 +167,17 @@ def test_two_hundred_steps_of_a_translator_are_those_of_the_model(
 
 
 @WITH_CALLS
-@pytest.mark.parametrize("kind", STATE)
-@pytest.mark.parametrize("make", [tiny_models.conv_net, tiny_models.tied_weights])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in STATE for name in ("conv_net", "tied_weights")),
+        *(("momentum", name) for name in ("decaying_weight", "weighted_loss", "views", "own_loss")),
+    ],
+)
 def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
-    kind: str, make: Callable[[], Workload], place: Place
+    kind: str, name: str, place: Place
 ) -> None:
-    step = with_optimizer(make(), kind, weight_decay=0.1)
+    step = with_optimizer(tiny_models.STEPS[name](), kind, weight_decay=0.1)
     placed = place(step, 1)
     assert not isinstance(placed, HookedModule)
     plain = copy.deepcopy(step)
@@ -184,7 +189,7 @@ def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
         loss = forward(plain)
         loss.backward()
         optimizer.step()
-        assert_close(placed.step(*step.inputs), loss.detach(), 1e-6)
+        assert_close(placed.step(*step.inputs, **step.keywords), loss.detach(), 1e-6)
     assert_close(on_cpu(model_of(placed).state_dict()), plain.model.state_dict(), 1e-6)
     assert all(parameter.grad is None for parameter in model_of(placed).parameters())
     kept = placed.optimizer_state()

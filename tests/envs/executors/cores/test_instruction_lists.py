@@ -1,4 +1,4 @@
-"""Instruction lists: what each device runs, in which order, and the rebuilt step time."""
+"""Instruction lists: what each device runs, in which order, and the CPU-clock time."""
 
 from __future__ import annotations
 
@@ -116,13 +116,6 @@ def test_a_diamond_on_two_devices() -> None:
     ]
 
 
-def test_one_device_needs_no_messages() -> None:
-    assert device_lists(diamond(), [1] * 4, range(4), 2) == [
-        [],
-        [Run(0), Run(1), Run(3, (2,)), Run(4), Give(0)],
-    ]
-
-
 def test_a_view_is_made_once_on_each_device_that_needs_it() -> None:
     builder = Builder(sources=1)
     (first,) = builder.op(0)
@@ -132,14 +125,6 @@ def test_a_view_is_made_once_on_each_device_that_needs_it() -> None:
     lists = device_lists(builder.program(view), [0, 0, 0, 1, 1], range(5), 2)
     made = [[len(i.views) for i in own if isinstance(i, Run | Give)] for own in lists]
     assert made == [[0, 1, 0, 0], [1, 0]]
-
-
-def test_what_is_there_from_the_start_is_never_sent() -> None:
-    builder = Builder(sources=2)
-    builder.op(0, 1)
-    builder.op(builder.view(0), 1)
-    lists = device_lists(builder.program(1), [0, 1], range(2), 2)
-    assert not [i for own in lists for i in own if isinstance(i, Send | Receive)]
 
 
 def test_an_order_that_is_none_is_refused() -> None:
@@ -154,30 +139,18 @@ def test_priority_order_takes_the_highest_that_may_run_ties_by_index() -> None:
 
 @settings(max_examples=200)
 @given(placed_programs())
-def test_every_op_runs_once_where_it_was_placed(
-    placed: Placed,
-) -> None:
+def test_every_op_runs_once_on_its_device_after_what_it_reads(placed: Placed) -> None:
     program, devices, order, device_count = placed
     lists = device_lists(program, devices, order, device_count)
     runs = [(program.calls[i.call].op, d) for d, i in instructions(lists) if isinstance(i, Run)]
     assert sorted(runs) == list(enumerate(devices))
-    for own in lists:
-        local = [program.calls[i.call].op for i in own if isinstance(i, Run)]
+    results = [i.result for _, i in instructions(lists) if isinstance(i, Give)]
+    assert sorted(results) == list(range(len(program.results)))
+    for listed in lists:
+        local = [program.calls[i.call].op for i in listed if isinstance(i, Run)]
         assert local == [op for op in order if op in set(local)]
-    given_back = [i.result for _, i in instructions(lists) if isinstance(i, Give)]
-    assert sorted(given_back) == list(range(len(program.results)))
-
-
-@settings(max_examples=200)
-@given(placed_programs())
-def test_whatever_is_read_was_made_or_received_before_on_that_device(
-    placed: Placed,
-) -> None:
-    program, devices, order, device_count = placed
-    lists = device_lists(program, devices, order, device_count)
-    for own in lists:
         here = {source.value for source in program.sources}
-        for instruction in own:
+        for instruction in listed:
             for call in calls_of(program, instruction):
                 assert set(call.reads) <= here
                 here |= {value for value in call.outputs if value is not None}
@@ -193,9 +166,7 @@ def test_whatever_is_read_was_made_or_received_before_on_that_device(
 
 @settings(max_examples=200)
 @given(placed_programs())
-def test_every_receive_has_its_send_of_the_same_number(
-    placed: Placed,
-) -> None:
+def test_every_receive_has_its_send_and_lists_never_wait_for_each_other(placed: Placed) -> None:
     lists = device_lists(*placed)
     received = [
         (i.source, d, i.number, i.value) for d, i in instructions(lists) if isinstance(i, Receive)
@@ -208,14 +179,6 @@ def test_every_receive_has_its_send_of_the_same_number(
             signals.update((d, destination) for destination in i.destinations)
             sent += [(d, e, signals[d, e], i.value) for e in i.destinations]
     assert sorted(sent) == sorted(received)
-
-
-@settings(max_examples=200)
-@given(placed_programs())
-def test_lists_never_wait_for_each_other(
-    placed: Placed,
-) -> None:
-    lists = device_lists(*placed)
     assert len(list(turns(lists))) == sum(map(len, lists))
 
 
@@ -234,14 +197,14 @@ def calls_of(program: StepProgram, instruction: Instruction) -> list[Call]:
             return []
 
 
-# --- the step time rebuilt from CPU times
+# --- CPU-clock time
 
 
 def seconds(*values: float) -> NDArray[np.float64]:
     return np.array(values)
 
 
-def test_rebuilt_diamond_by_hand() -> None:
+def test_cpu_clock_time_of_a_diamond_by_hand() -> None:
     lists = device_lists(diamond(), [0, 0, 1, 1], [0, 2, 1, 3], 2)
     # Run 0 ends at 2, is sent at 2.5, arrives at 2.6; Run 2 ends at 5.6. Run 1 ends at 7.5, is
     # sent at 8 and arrives at 8.1: the join ends at 9.1, the hand-back at 9.2.
@@ -249,7 +212,7 @@ def test_rebuilt_diamond_by_hand() -> None:
     assert cpu_clock_s(lists, cpu_s, latency_s=0.1) == pytest.approx(9.2)
 
 
-def test_rebuilt_receiver_that_comes_late_does_not_wait() -> None:
+def test_a_receiver_that_comes_late_does_not_wait() -> None:
     lists = device_lists(diamond(), [0, 0, 1, 1], [0, 2, 1, 3], 2)
     # Run 2 ends at 12.6, long after the send at 8.
     cpu_s = (seconds(2, 0.5, 5, 0.5), seconds(0, 10, 0, 1, 0.1))
@@ -258,7 +221,7 @@ def test_rebuilt_receiver_that_comes_late_does_not_wait() -> None:
 
 @settings(max_examples=100)
 @given(placed_programs(), st.floats(0, 1))
-def test_rebuilt_lies_between_the_busiest_device_and_all_work_in_a_row(
+def test_cpu_clock_time_lies_between_the_busiest_device_and_all_work_in_a_row(
     placed: Placed, latency_s: float
 ) -> None:
     lists = device_lists(*placed)

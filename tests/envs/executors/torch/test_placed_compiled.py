@@ -6,7 +6,6 @@ import copy
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -78,13 +77,6 @@ def test_what_was_compiled_has_both_modes() -> None:
     torch.testing.assert_close(compiled(*step.model_inputs), expected(*step.model_inputs))
     compiled.train()
     assert compiled(*step.inputs).requires_grad
-
-
-def test_a_step_in_bf16_is_one_graph_to_dynamo() -> None:
-    step = replace(tiny_models.conv_net(), dtype="bf16")
-    placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
-    compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
-    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-3)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import placer
 from envs.backend import measurements
 from envs.costs.calls import profile_calls
 from envs.executors.torch import updates
@@ -82,16 +81,6 @@ def steps_as_placed(placed: PlacedModule, step: Workload, rates: list[float]) ->
 
 
 # --- the optimizer
-
-
-@pytest.mark.parametrize("name", ["decaying_weight", "weighted_loss", "views", "own_loss"])
-def test_every_sort_of_parameter_is_updated(name: str) -> None:
-    step = with_optimizer(tiny_models.STEPS[name](), "momentum")
-    plain, rates = copy.deepcopy(step), [0.05, 0.05]
-    placed = apart(extract(step))
-    found = steps_as_placed(placed, step, rates)
-    torch.testing.assert_close(found, steps_of_torch(plain, rates), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(here(step.named_state()), state_of(plain), rtol=1e-5, atol=1e-6)
 
 
 def test_a_parameter_that_backward_needs_without_its_gradient_is_updated_at_the_end() -> None:
@@ -290,31 +279,3 @@ def test_measured_steps_do_all_their_work_and_change_nothing(
     by_type = [sum(n for kind, _, n in updated if kind == own) for own in ("vdev", "cpu")]
     assert by_type == [2 * len(list(step.model.parameters()))] * 2, "two steps on each device"
     tiny_models.assert_same(state_of(step), before)
-
-
-def test_a_step_with_optimizer_in_bf16_is_optimized_and_runs_as_placed() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(500, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    batch = torch.randint(500, (8,)), torch.randn(8, 4)
-    alone = copy.deepcopy(model)
-    found = placer.optimize(
-        placer.Workload.of(model, batch, loss=nn.MSELoss(), optimizer="adamw", dtype="bf16"),
-        devices="vdev:0,cpu",
-        constraints=placer.Constraints(
-            memory={"vdev:0": "30kB", "cpu": 1 << 30}, pins={"1": "vdev:0"}
-        ),
-        budget="100e",
-        progress=False,
-    )
-    assert found.best.measurement is not None
-    assert found.device_of("0") == "cpu"  # 32 kB, plus gradients and optimizer state
-    assert not any("No optimizer is in the step" in remark for remark in found.remarks)
-    placed = placer.apply(model, found, optimizer="adamw")
-    plain = Workload.of(alone, batch, nn.MSELoss(), dtype="bf16")
-    plain = with_optimizer(plain, "adamw")
-    losses = [placed.step(batch).cpu() for _ in range(3)]
-    expected = steps_of_torch(plain, [1e-3] * 3)
-    torch.testing.assert_close(losses, expected, rtol=1e-2, atol=0)
-    beside = placer.apply(copy.deepcopy(alone), found)
-    beside(*batch).backward()
-    assert all(p.grad is not None for p in beside.parameters()), "for an optimizer beside it"
