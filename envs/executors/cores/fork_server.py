@@ -112,11 +112,10 @@ class ForkServer:
         self, cores: Sequence[int], pipe: int, errors: int, shared: Sequence[int], timeout_s: float
     ) -> ForkedProcess:
         """Fork a worker; see :func:`fork_worker`."""
-        request = tuple(cores), (pipe, *shared)
         with self._lock:
             try:
                 self._socket.settimeout(timeout_s)
-                _send(self._socket, request, [pipe, errors, *shared])
+                _send(self._socket, tuple(cores), [pipe, errors, *shared])
                 while True:
                     message, received = _receive(self._socket)
                     if received:
@@ -173,7 +172,7 @@ def fork_worker(
         cores: cores to pin the worker to.
         pipe: file descriptor of its end of the pipe.
         errors: file descriptor that becomes its stderr.
-        shared: file descriptors that it inherits under the same numbers.
+        shared: file descriptors that it inherits, in this order.
         timeout_s: how long the server may take, imports included.
     """
     try:
@@ -214,10 +213,10 @@ def _started(theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes
 # --- the server's own side
 
 
-def serve(descriptor: int) -> None:
+def serve(socket_descriptor: int) -> None:
     """Fork a worker per request and report each exit status, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as parent:
+    with socket.socket(fileno=socket_descriptor) as parent:
         with _ending_with(parent):
             import envs.executors.cores.worker  # noqa: F401 - what every worker needs
         gc.freeze()  # pages that a collection marks would be copied in every worker
@@ -233,14 +232,14 @@ def serve(descriptor: int) -> None:
                     _send(parent, (pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
                     continue
                 try:
-                    (cores, numbers), received = _receive(parent)
+                    cores, received = _receive(parent)
                 except (EOFError, ConnectionError):
                     return
                 pid = os.fork()
                 if not pid:
-                    _work(cores, numbers, received, [parent.fileno(), *workers])
-                for own in received:
-                    os.close(own)
+                    _work(cores, received, [parent.fileno(), *workers])
+                for descriptor in received:
+                    os.close(descriptor)
                 worker = os.pidfd_open(pid)
                 workers[worker] = pid
                 events.register(worker, select.POLLIN)
@@ -267,40 +266,23 @@ def _ending_with(parent: socket.socket) -> Iterator[None]:
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
-def _work(
-    cores: Sequence[int], numbers: Sequence[int], received: Sequence[int], servers: Iterable[int]
-) -> NoReturn:
+def _work(cores: Sequence[int], received: Sequence[int], servers: Iterable[int]) -> NoReturn:
     """Run a worker in a forked process; ``received`` begins with its pipe and stderr."""
     from envs.executors.cores import worker
 
     status = 1
     try:
-        for own in servers:
-            os.close(own)
+        for descriptor in servers:
+            os.close(descriptor)
         pipe, errors, *shared = received
         os.dup2(errors, 2)
         os.close(errors)
-        renumber([pipe, *shared], numbers)
-        worker.work(numbers[0], cores)
+        worker.work(pipe, cores, shared)
         status = 0
     except BaseException:  # noqa: BLE001 - the last line of stderr is what the parent reports
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def renumber(current: Sequence[int], wanted: Sequence[int]) -> None:
-    """Move open descriptors to the wanted numbers, which may overlap with the current ones."""
-    now = dict(zip(wanted, current, strict=True))
-    for number in wanted:
-        if now[number] == number:
-            continue
-        for other, its in now.items():
-            if its == number:
-                now[other] = os.dup(number)
-        os.dup2(now[number], number)
-        os.close(now[number])
-        now[number] = number
 
 
 # --- messages of both sides: one pickled tuple, and any number of descriptors

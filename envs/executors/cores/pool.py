@@ -186,12 +186,9 @@ class WorkerPool:
         board = self._kept(os.memfd_create("placer-board", os.MFD_CLOEXEC))
         os.ftruncate(board, 8 * count)
         self._board = memoryview(mmap.mmap(board, 8 * count)).cast("q")
-        counters = {}
-        for s in range(count):
-            for d in range(count):
-                if s != d:
-                    counters[s, d] = self._kept(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        shared = [self.arena.file.fileno(), board, *counters.values()]
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        counters = [self._kept(os.eventfd(0, flags)) for _ in range(count * (count - 1))]
+        shared = [self.arena.file.fileno(), board, *counters]
         for device, own in zip(self.devices, cores, strict=True):
             self._workers.append(WorkerProcess(device, own, shared, START_TIMEOUT_S))
         without_constants = replace(  # the arena holds them
@@ -201,13 +198,10 @@ class WorkerPool:
         setups = [
             Setup(
                 device=d,
+                device_count=count,
                 threads=len(own),
                 seed=spread_seed(torch.initial_seed(), d),
                 program=without_constants,
-                arena=self.arena.file.fileno(),
-                board=board,
-                board_bytes=8 * count,
-                counters=counters,
             )
             for d, own in enumerate(cores)
         ]

@@ -17,8 +17,9 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -39,16 +40,13 @@ RESET_PEAK: Final = "5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The program of the step, and file descriptors of shared resources."""
+    """The program of the step, and the worker's part in it."""
 
     device: int
+    device_count: int
     threads: int
     seed: int
     program: StepProgram
-    arena: int
-    board: int
-    board_bytes: int
-    counters: Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,54 +69,31 @@ class Failed:
     no_memory: bool
 
 
-class Resident:
-    """Peak memory of this process beyond its start, including shared memory that it touches.
+class Worker:
+    """State of a worker process; its methods answer the messages of the pool.
 
-    Besides tensors that includes workspaces of kernels and what libraries keep.
+    Peak memory is resident memory beyond the start, including shared memory that the process
+    touches, workspaces of kernels and what libraries keep. ``shared`` are the file descriptors of
+    the arena, the board of positions, and the counters of all ordered pairs of devices.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._start_bytes = _bytes("VmRSS")
-        self._is_known = True
-
-    def restart(self) -> None:
-        """Release unused memory, and count from here on."""
-        self._arena.let_go()
-        with contextlib.suppress(AttributeError):  # only glibc has it
-            ctypes.CDLL(None).malloc_trim(0)
-        try:
-            CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
-        except OSError:  # a kernel without page monitor
-            self._is_known = False
-        self._start_bytes = _bytes("VmRSS")
-
-    def peak_bytes(self) -> int | None:
-        """Return the peak since the last restart or the start; None if it could not be reset."""
-        return max(_bytes("VmHWM") - self._start_bytes, 0) if self._is_known else None
-
-
-def _bytes(name: str) -> int:
-    lines = STATUS.read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields[name].split()[0]) * 1024
-
-
-class Worker:
-    """State of a worker process; its methods answer the messages of the pool."""
-
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, shared: Sequence[int]) -> None:
         torch.set_num_threads(setup.threads)
         torch.manual_seed(setup.seed)
+        arena, board, *counters = shared
+        devices = range(setup.device_count)
         self.program = setup.program
-        self.arena = Arena(setup.program, setup.arena)
-        self.signals = Signals(setup.device, setup.counters)
-        self.resident = Resident(self.arena)
+        self.arena = Arena(setup.program, arena)
+        self.signals = Signals(
+            setup.device, dict(zip(permutations(devices, 2), counters, strict=True))
+        )
         self.lists: dict[int, CompiledList] = {}
-        board = memoryview(mmap.mmap(setup.board, setup.board_bytes)).cast("q")
-        self.position = board[setup.device : setup.device + 1]  # in the running list, shared
+        positions = memoryview(mmap.mmap(board, 8 * len(devices))).cast("q")
+        self.position = positions[setup.device : setup.device + 1]  # in the running list, shared
         # The thread's clock does not see the other threads of a core set.
         self.clock = time.thread_time_ns if setup.threads == 1 else time.perf_counter_ns
+        self.start_bytes = _status_bytes("VmRSS")
+        self.peak_is_known = True
 
     def load(self, number: int, instructions: Sequence[Instruction]) -> None:
         """Compile an instruction list under a number."""
@@ -151,11 +126,18 @@ class Worker:
 
     def count_memory(self) -> None:
         """Release unused memory and count its peak from here on."""
-        self.resident.restart()
+        self.arena.let_go()
+        with contextlib.suppress(AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
+        except OSError:  # a kernel without page monitor
+            self.peak_is_known = False
+        self.start_bytes = _status_bytes("VmRSS")
 
     def peak_memory_bytes(self) -> int | None:
-        """Return the peak memory, if the kernel can count it."""
-        return self.resident.peak_bytes()
+        """Return the peak since the start or :meth:`count_memory`; None if it is not known."""
+        return max(_status_bytes("VmHWM") - self.start_bytes, 0) if self.peak_is_known else None
 
     def random_state(self) -> bytes:
         """Return the state of the random number generator."""
@@ -166,10 +148,16 @@ class Worker:
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def serve(connection: Connection) -> None:
+def _status_bytes(name: str) -> int:
+    lines = STATUS.read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields[name].split()[0]) * 1024
+
+
+def serve(connection: Connection, shared: Sequence[int]) -> None:
     """Answer messages until the parent closes the pipe."""
     with torch.inference_mode():
-        worker = Worker(connection.recv())
+        worker = Worker(connection.recv(), shared)
         connection.send(None)
         while True:
             try:
@@ -194,9 +182,9 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
-def work(descriptor: int, cores: Sequence[int]) -> None:
+def work(descriptor: int, cores: Sequence[int], shared: Sequence[int]) -> None:
     """Serve the pipe with this file descriptor, pinned to cores, in a process forked for it."""
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
     os.sched_setaffinity(0, set(cores))
-    serve(Connection(descriptor))
+    serve(Connection(descriptor), shared)

@@ -10,6 +10,7 @@ by position (``to(x, cpu, float32)``), and in the nested graphs of higher-order 
 from __future__ import annotations
 
 import copy
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,13 @@ from graphs.extract.fx_nodes import IGNORED, operator_name
 from graphs.extract.program import Ref
 
 DEVICE: Final = "device"
+
+
+class _Placeholder(Enum):
+    """The device of a call, or its type, in the arguments of the call."""
+
+    DEVICE = "{device}"
+    DEVICE_TYPE = "{device}.type"
 
 
 class CallText:
@@ -37,9 +45,9 @@ class CallText:
         self._bodies: dict[str, fx.GraphModule] = {}
         args, kwargs = list(call.args), dict(call.kwargs)
         if isinstance(call.target, torch._ops.OpOverload):
-            _put_device(call.target, args, kwargs, _Device(), is_factory=not call.reads)
+            _put_device(call.target, args, kwargs, _Placeholder.DEVICE, is_factory=not call.reads)
         elif operator_name(call.target) == "wrap_with_autocast":
-            args[0] = _DeviceType()
+            args[0] = _Placeholder.DEVICE_TYPE
         texts = [self._text(argument) for argument in args]
         texts += [f"{name}={self._text(argument)}" for name, argument in kwargs.items()]
         self.template = f"f{number}({', '.join(texts)})"
@@ -58,10 +66,8 @@ class CallText:
         match argument:
             case Ref(value):
                 return f"{{v{value}}}"
-            case _Device():
-                return "{device}"
-            case _DeviceType():
-                return "{device}.type"
+            case _Placeholder():
+                return argument.value
             case fx.GraphModule():
                 name = f"g{self._number}_{len(self._bodies)}"
                 self._bodies[name] = argument
@@ -76,14 +82,6 @@ class CallText:
                 name = f"c{self._number}_{len(self.names)}"
                 self.names[name] = argument
                 return name
-
-
-class _Device:
-    """Placeholder for the device of the call."""
-
-
-class _DeviceType:
-    """Placeholder for the type of the device of the call."""
 
 
 def on_device(body: fx.GraphModule, device: torch.device) -> fx.GraphModule:

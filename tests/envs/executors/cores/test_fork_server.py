@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from envs.executors.cores import fork_server
-from envs.executors.cores.fork_server import ForkServer, renumber
+from envs.executors.cores.fork_server import ForkServer
 from tests.helpers.folders import ROOT
 from tests.helpers.processes import all_end
-
-
-@pytest.fixture
-def numbers() -> Iterator[list[int]]:
-    """Yield eight pipe descriptors, each holding its position in the list."""
-    found = []
-    for position in range(8):
-        source, sink = os.pipe()
-        os.write(sink, bytes([position]))
-        os.close(sink)
-        found.append(source)
-    yield found
-    for number in found:
-        os.close(number)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_descriptors_get_the_numbers_of_each_other(numbers: list[int], seed: int) -> None:
-    wanted = random.Random(seed).sample(numbers, k=8)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    renumber(numbers, wanted)
-    assert [os.read(number, 1)[0] for number in wanted] == list(range(8))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_server_that_is_still_importing_ends_with_its_parent() -> None:
