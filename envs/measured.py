@@ -127,8 +127,8 @@ class Measured:
                 if not isinstance(step, Failure):
                     loaded.callback(step.close)
             runs = self._run_rounds(steps, progress)
-        complete = min((len(own.steps) for own in runs if not own.failure), default=self.rounds)
-        measurements = [own.measurement(complete) for own in runs]
+        complete = min((len(each.steps) for each in runs if not each.failure), default=self.rounds)
+        measurements = [each.measurement(complete) for each in runs]
         is_contended = contended(measurements)
         return [
             StepResult.of_measurement(
@@ -187,9 +187,9 @@ class Measured:
         except KeyboardInterrupt:
             self.interrupted = True
         except DevicesLostError as error:
-            for own in runs:
-                if not own.failure and not own.steps:
-                    own.failure = Failure(reason=str(error))
+            for each in runs:
+                if not each.failure and not each.steps:
+                    each.failure = Failure(reason=str(error))
         return runs
 
 

@@ -79,17 +79,17 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _check(path: str, given: object, example: object) -> None:
+def _check(path: str, leaf: object, example: object) -> None:
     if not isinstance(example, torch.Tensor):
-        if given is not example and (isinstance(given, torch.Tensor) or given != example):
+        if leaf is not example and (isinstance(leaf, torch.Tensor) or leaf != example):
             raise ValueError(
-                f"input {path} of the batch is {given!r}, the placement was made for {example!r}: "
+                f"input {path} of the batch is {leaf!r}, the placement was made for {example!r}: "
                 "only tensors may change from batch to batch"
             )
-    elif not isinstance(given, torch.Tensor):
-        raise ValueError(f"input {path} of the batch is {type(given).__name__}, not a tensor")
-    elif given.shape != example.shape or given.dtype != example.dtype:
+    elif not isinstance(leaf, torch.Tensor):
+        raise ValueError(f"input {path} of the batch is {type(leaf).__name__}, not a tensor")
+    elif leaf.shape != example.shape or leaf.dtype != example.dtype:
         raise ValueError(
-            f"input {path} of the batch is {given.dtype} of shape {tuple(given.shape)}, the "
-            f"placement was made for {example.dtype} of shape {tuple(example.shape)}"
+            f"input {path} of the batch is {_form(leaf)}, the "
+            f"placement was made for {_form(example)}"
         )

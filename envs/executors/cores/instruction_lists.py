@@ -116,7 +116,7 @@ def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
     """
     position = {op: i for i, op in enumerate(order)}
     readers = program.overwritten()
-    last = {op: max(position[r] for r in (op, *own)) for op, own in readers.items()}
+    last = {op: max(position[r] for r in (op, *its)) for op, its in readers.items()}
     return sorted(order, key=lambda op: (last.get(op, position[op]), op in last))
 
 
@@ -214,11 +214,11 @@ def cpu_clock_s(
     sent_s: dict[int, float] = {}
     clock_s = [0.0] * len(lists)
     position = [0] * len(lists)
-    while any(p < len(own) for p, own in zip(position, lists, strict=True)):
+    while any(p < len(listed) for p, listed in zip(position, lists, strict=True)):
         before = list(position)
-        for d, own in enumerate(lists):
-            while position[d] < len(own):
-                instruction = own[position[d]]
+        for d, listed in enumerate(lists):
+            while position[d] < len(listed):
+                instruction = listed[position[d]]
                 if isinstance(instruction, Receive):
                     if instruction.value not in sent_s:
                         break

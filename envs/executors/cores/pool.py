@@ -189,8 +189,8 @@ class WorkerPool:
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         counters = [self._kept(os.eventfd(0, flags)) for _ in range(count * (count - 1))]
         shared = [self.arena.file.fileno(), board, *counters]
-        for device, own in zip(self.devices, cores, strict=True):
-            self._workers.append(WorkerProcess(device, own, shared, START_TIMEOUT_S))
+        for device, its_cores in zip(self.devices, cores, strict=True):
+            self._workers.append(WorkerProcess(device, its_cores, shared, START_TIMEOUT_S))
         without_constants = replace(  # the arena holds them
             self.program,
             sources=tuple(replace(source, tensor=None) for source in self.program.sources),
@@ -199,11 +199,11 @@ class WorkerPool:
             Setup(
                 device=d,
                 device_count=count,
-                threads=len(own),
+                threads=len(its_cores),
                 seed=spread_seed(torch.initial_seed(), d),
                 program=without_constants,
             )
-            for d, own in enumerate(cores)
+            for d, its_cores in enumerate(cores)
         ]
         self._ask(setups, timeout_s=START_TIMEOUT_S)
         for worker in self._workers:
@@ -277,10 +277,7 @@ class WorkerPool:
 
     def _waits(self, number: int, device: int) -> bool:
         """Return whether a worker rightly waits: its sender has not come to the send."""
-        own, position = self._lists[number][device], self._board[device]
-        if not 0 <= position < len(own):
-            return False
-        instruction = own[position]
+        instruction = self._instruction_at(number, device)
         if not isinstance(instruction, Receive):
             return False
         sender = self._lists[number][instruction.source]
@@ -292,31 +289,35 @@ class WorkerPool:
         d = self._workers.index(worker)
         text = f"the worker of {worker.device.name} {what}"
         if number is not None:
-            text += f"; its last op was {self._op_at(number, d, self._board[d])}"
+            text += f"; its last op was {self._op_at(number, d)}"
         if what == "died":
             worker.process.wait(timeout_s=5)
         status = worker.process.poll()
         if status is not None and status < 0:
             text += f" (signal {-status})"
-        if noise := worker.last_line():
-            text += f"; it wrote: {noise[:300]}"
+        if stderr := worker.last_line():
+            text += f"; it wrote: {stderr[:300]}"
         self.close()
         return WorkerError(text)
 
-    def _op_at(self, number: int, device: int, position: int) -> str:
-        own = self._lists[number][device]
-        if not 0 <= position < len(own):
-            return "none"
-        match own[position]:
+    def _instruction_at(self, number: int, device: int) -> Instruction | None:
+        """Return the instruction that a worker runs, or was the last to run."""
+        instructions, position = self._lists[number][device], self._board[device]
+        return instructions[position] if 0 <= position < len(instructions) else None
+
+    def _op_at(self, number: int, device: int) -> str:
+        match self._instruction_at(number, device):
+            case None:
+                return "none"
             case Run(call):
-                op = self.program.calls[call].op
-                target = self.program.calls[call].target
-                return self.op_names[op] if op < len(self.op_names) else target
+                return self._op_name(call)
             case Give(result):
-                handed = self.program.results[result]
-                return f"handing back the {handed.role} {handed.name}"
+                returned = self.program.results[result]
+                return f"handing back the {returned.role} {returned.name}"
             case instruction:
                 producer = self.program.producers()[instruction.value]
-                op = self.program.calls[producer].op
-                name = self.op_names[op] if op < len(self.op_names) else str(op)
-                return f"moving the output of {name}"
+                return f"moving the output of {self._op_name(producer)}"
+
+    def _op_name(self, call: int) -> str:
+        op, target = self.program.calls[call].op, self.program.calls[call].target
+        return self.op_names[op] if op < len(self.op_names) else target

@@ -74,30 +74,19 @@ class ForwardWriter:
         overlap: bool = False,
     ) -> ForwardSource:
         """Return the source for calls in launch order, ``devices`` by key, ``homes`` by value."""
-        if not overlap:
-            return self._written(launched, devices, homes, {}).finished()
-        overlapping = self._written(launched, devices, homes, {}, overlap=True).sent
-        return self._written(launched, devices, homes, overlapping, overlap=True).finished()
-
-    def _written(
-        self,
-        launched: Sequence[int],
-        devices: Mapping[str, torch.device],
-        homes: Mapping[int, torch.device],
-        ahead: Mapping[int, Sequence[torch.device]],
-        *,
-        overlap: bool = False,
-    ) -> _Writer:
-        writer = _Writer(self, devices, homes, ahead, overlap=overlap)
-        for call in launched:
-            writer.launch(call)
-        return writer
+        ahead: Mapping[int, Sequence[torch.device]] = {}
+        if overlap:  # what is sent at all, may be sent ahead
+            ahead = _Writer(self, launched, devices, homes, ahead, overlap=True).sent
+        return _Writer(self, launched, devices, homes, ahead, overlap=overlap).finished()
 
 
 class _Writer:
+    """Writes the lines of one placement; ``ahead`` are values that are sent once they are made."""
+
     def __init__(
         self,
         shared: ForwardWriter,
+        launched: Sequence[int],
         devices: Mapping[str, torch.device],
         homes: Mapping[int, torch.device],
         ahead: Mapping[int, Sequence[torch.device]],
@@ -108,9 +97,9 @@ class _Writer:
         self.program = shared.program
         self.devices = devices
         self.homes = homes
-        self.device_names: dict[torch.device, str] = {}
-        self.ahead = ahead  # where values are sent as soon as they are made
+        self.ahead = ahead
         self.overlap = overlap
+        self.device_names: dict[torch.device, str] = {}
         self.sent: defaultdict[int, list[torch.device]] = defaultdict(list)
         self.on_the_way: dict[tuple[int, torch.device], str] = {}
         self.names: dict[str, Any] = {"arriving": arriving, "sending": sending, "arrived": arrived}
@@ -120,10 +109,14 @@ class _Writer:
         self.writes: defaultdict[int, int] = defaultdict(int)  # of each storage, so far
         self.transfers = 0
         self.sources = {source.value: source for source in self.program.sources}
-        states = (s for s in self.program.sources if s.role in STATE_ROLES)
-        self.states = {source.value: i for i, source in enumerate(states)}
-        constants = (s for s in self.program.sources if s.role == "constant")
-        self.constants = {source.value: i for i, source in enumerate(constants)}
+        self.states = self._numbered(*STATE_ROLES)
+        self.constants = self._numbered("constant")
+        for call in launched:
+            self.launch(call)
+
+    def _numbered(self, *roles: str) -> dict[int, int]:
+        sources = (source for source in self.program.sources if source.role in roles)
+        return {source.value: i for i, source in enumerate(sources)}
 
     def launch(self, index: int) -> None:
         """Write a call, preceded by whatever brings its inputs to its device."""
@@ -155,15 +148,15 @@ class _Writer:
     def _call(self, index: int, device: torch.device) -> None:
         call, text = self.program.calls[index], self.shared.texts[index]
         on = self._device(device)
-        given = {f"v{value}": self._value(value, device) for value in call.reads}
-        expression = text.template.format(device=on, **given)
+        inputs = {f"v{value}": self._value(value, device) for value in call.reads}
+        expression = text.template.format(device=on, **inputs)
         self.names |= text.names | text.on(device, on)
         made = [
             (position, value, f"v{value}_{on}")
             for position, value in enumerate(call.outputs)
             if value is not None
         ]
-        reads = list(given.values())
+        reads = list(inputs.values())
         expression += f"  # {call.key}"
         if not call.tuple_result:
             self.lines.append((f"{made[0][2]} = {expression}", reads, [made[0][2]]))
@@ -198,26 +191,26 @@ class _Writer:
         if home == device:
             assert at_home, f"value {value} is read before it is made"
             return at_home
-        given = at_home or self._value(value, home)
+        sent = at_home or self._value(value, home)
         name = f"v{value}_{on}_{self.writes[self.program.storage_of[value]]}"
         if self.overlap and self._may_overlap(value, home, device):
             self.sent[value].append(device)
-            way = self.on_the_way.get((value, device)) or self._send(value, given, device)
+            way = self.on_the_way.get((value, device)) or self._send(value, sent, device)
             self.lines.append((f"{name} = arrived({way})", [way], [name]))
             return self._keep(value, device, name)
         # A copy to the CPU must have arrived before the CPU goes on, and a tensor that the CPU
         # may write next must have been sent.
         leaves = home.type != "cpu" or self._is_stable(value)
         waits = "" if device.type == "cpu" or not leaves else ", non_blocking=True"
-        self.lines.append((f"{name} = {given}.to({on}{waits})", [given], [name]))
+        self.lines.append((f"{name} = {sent}.to({on}{waits})", [sent], [name]))
         self.transfers += 1
         return self._keep(value, device, name)
 
-    def _send(self, value: int, given: str, device: torch.device) -> str:
+    def _send(self, value: int, sent: str, device: torch.device) -> str:
         """Write the start of a transfer, which is awaited at the first read; return its name."""
         on = self._device(device)
         name = f"s{value}_{on}"
-        self.lines.append((f"{name} = sending({given}, {on})", [given], [name]))
+        self.lines.append((f"{name} = sending({sent}, {on})", [sent], [name]))
         self.on_the_way[value, device] = name
         self.transfers += 1
         return name
@@ -285,7 +278,7 @@ def _text(lines: Sequence[tuple[str, list[str], list[str]]]) -> str:
 
 
 class LaunchOrder:
-    """Dependencies between placed calls, found once; calls are numbered as in the program.
+    """Dependencies between placed calls, determined once; calls are numbered as in the program.
 
     A call comes after those whose results it reads and after earlier writes to storage that it
     reads, and before later writes. Calls that draw random numbers keep their order, so that a seed

@@ -27,45 +27,6 @@ from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.export.trace import Position
 from graphs.extract.module_calls import and_outer
 
-
-def extracted_in_other_mode(extraction: Extraction) -> Extraction:
-    """Extract the model of a training step for inference, or of an inference step for training.
-
-    Raises:
-        ExtractionError: it cannot be extracted in that mode.
-    """
-    step = replace(extraction.step, training=not extraction.step.training, optimizer=None)
-    return extract(step, extraction.extractor)
-
-
-def devices_in_other_mode(
-    program: ForwardProgram, devices: Mapping[str, torch.device], other: ForwardProgram
-) -> dict[str, torch.device]:
-    """Return a device for every placed call of the other program, by key.
-
-    Args:
-        program: the program that was placed.
-        devices: devices of its calls, by key.
-        other: the program of the other mode.
-    """
-    used: defaultdict[str, Counter[torch.device]] = defaultdict(Counter)
-    for call in program.placed_calls:
-        for path in and_outer(call.module):
-            used[path][devices[call.key]] += 1
-    found = {
-        call.key: devices.get(call.key)
-        or next(_most(used[path]) for path in and_outer(call.module) if path in used)
-        for call in other.placed_calls
-    }
-    for keys in other.together():
-        found |= dict.fromkeys(keys, _most(Counter(found[key] for key in keys)))
-    return found
-
-
-def _most(used: Counter[torch.device]) -> torch.device:
-    return used.most_common(1)[0][0]
-
-
 SHARED: Final = (
     "_parameters",
     "_buffers",
@@ -295,18 +256,18 @@ class PlacedModule(nn.Module):
         """Set the mode. Modules that were in eval mode within a training step return to it.
 
         Raises:
-            ExtractionError: the step cannot be extracted in the other mode; it stays in its
-                own.
+            ExtractionError: the step cannot be extracted in the other mode, and keeps its mode.
         """
         self.training = self._step.training
         model = self._step.model
         if mode is self.training:
-            for module, own in self._modes.items():
-                module.training = own
+            for module, training in self._modes.items():
+                module.training = training
             self._modes = {}
             return self
         if not self._others:
-            extraction = extracted_in_other_mode(self._extraction)
+            step = replace(self._step, training=not self._step.training, optimizer=None)
+            extraction = extract(step, self._extraction.extractor)
             devices, order = self._in_other_mode(extraction.forward)
             self._others.append(_Beside(extraction, devices, order, overlap=self._overlap))
         self._modes = self._modes or {module: module.training for module in model.modules()}
@@ -320,7 +281,7 @@ class PlacedModule(nn.Module):
 
     def _in_other_mode(self, other: ForwardProgram) -> tuple[dict[str, torch.device], list[str]]:
         """Return the devices of the other program's calls, and the keys of the order among them."""
-        devices = devices_in_other_mode(self._program, self._placed, other)
+        devices = _devices_in_other_mode(self._program, self._placed, other)
         return devices, [key for key in self._order if key in devices]
 
     def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
@@ -339,6 +300,28 @@ class _Beside(PlacedModule):
             for source in self._sources
             if self._program.storage_of[source.value] not in written
         }
+
+
+def _devices_in_other_mode(
+    program: ForwardProgram, devices: Mapping[str, torch.device], other: ForwardProgram
+) -> dict[str, torch.device]:
+    """Return a device for every placed call of the program of the other mode, by key."""
+    used: defaultdict[str, Counter[torch.device]] = defaultdict(Counter)
+    for call in program.placed_calls:
+        for path in and_outer(call.module):
+            used[path][devices[call.key]] += 1
+    chosen = {
+        call.key: devices.get(call.key)
+        or next(_most(used[path]) for path in and_outer(call.module) if path in used)
+        for call in other.placed_calls
+    }
+    for keys in other.together():
+        chosen |= dict.fromkeys(keys, _most(Counter(chosen[key] for key in keys)))
+    return chosen
+
+
+def _most(used: Counter[torch.device]) -> torch.device:
+    return used.most_common(1)[0][0]
 
 
 def _checked(
