@@ -3,10 +3,6 @@
 Trivial placements, classic list schedulers, and layers in model order, as models are placed by hand
 on devices that are too small for them. All respect the allowed devices of ops and keep a
 co-location group on one device.
-
-HEFT is Heterogeneous Earliest Finish Time (Topcuoglu et al. 2002), without insertion; ETF is
-Earliest Task First (Hwang et al. 1989); m-ETF is ETF with memory, as in Baechi (Jeon et al., SoCC
-2020; arXiv 2301.08695).
 """
 
 from __future__ import annotations

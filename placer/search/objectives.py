@@ -134,11 +134,9 @@ class Objective:
 
 def _part(request: SearchRequest, objective: str, begin: float, end: float) -> SearchRequest:
     """Return a request for the part of the budget between two shares of it."""
-    progress = request.progress
 
     def between(share: float, text: str) -> None:
-        if progress is not None:
-            progress(begin + (end - begin) * share, text)
+        request.report(begin + (end - begin) * share, text)
 
     budget = request.budget.part(end - begin)
     return replace(request, objective=objective, budget=budget, progress=between)

@@ -166,7 +166,7 @@ class _Search:
         best = distinct(ranked(self.new + self.known), MOST_STARTS)
         moves = affordable_moves(self.evaluator, best[0], self.meter)
         self.meter.spend(1)
-        # The best placement; if there is time also the best heuristic and the next best placement.
+        # If there is time, also from the best heuristic and the next best placement.
         starts = distinct([best[0], *ranked(self.known), *best], worthwhile_starts(moves))
         hot = initial_temperature(moves // len(starts), self.evaluator.problem.op_count)
         self.anneal_from(starts, self.seeds[2:], hot=hot, senders=SENDERS)

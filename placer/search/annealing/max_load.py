@@ -137,7 +137,7 @@ class Energy(NamedTuple):
 
 
 class MaxLoadAnnealing(Annealing):
-    """Annealing towards a small maximum load; the cost, ``INFEASIBLE_NS`` if none is feasible."""
+    """Annealing towards a small maximum load, ``INFEASIBLE_NS`` as long as none is feasible."""
 
     def __init__(
         self, problem: Problem, start: Ints, order: Ints, seed: int, *, hot: float = HOT

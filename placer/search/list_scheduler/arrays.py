@@ -70,8 +70,10 @@ def scheduling_arrays(problem: Problem) -> SchedulingArrays:
     ns_per_byte = 1e9 / np.array(problem.bandwidth_bytes_per_s, np.float64)
     latency = np.array(problem.latency_s, np.float64) * 1e9
     edge_bytes = np.array(graph.edge_bytes[graph.predecessor_edge], np.float64)
-    mean_latency, mean_ns_per_byte = _mean_link(problem, latency, ns_per_byte)
-    edge_ns = mean_latency + edge_bytes * mean_ns_per_byte
+    pairs = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
+    edge_ns = np.zeros(graph.edge_count)
+    if pairs.any():
+        edge_ns = float(latency[pairs].mean()) + edge_bytes * float(ns_per_byte[pairs].mean())
 
     start = np.array(graph.successor_start, np.int32)
     successors = np.array(graph.successors, np.int32)
@@ -146,10 +148,3 @@ def soft_log(x: Floats) -> Floats:
     """
     root = np.sqrt(np.sqrt(1.0 + x))
     return np.asarray(2.0 * (root - 1.0 / root))
-
-
-def _mean_link(problem: Problem, latency: Floats, ns_per_byte: Floats) -> tuple[float, float]:
-    pairs = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
-    if not pairs.any():
-        return 0.0, 0.0
-    return float(latency[pairs].mean()), float(ns_per_byte[pairs].mean())

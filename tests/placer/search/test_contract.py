@@ -47,10 +47,7 @@ class Optimist(RoundRobin):
     """Reports infeasible candidates as feasible."""
 
     def place(self, request: SearchRequest) -> list[Candidate]:
-        return [
-            replace(c, step_ns=0) if c.step_ns == INFEASIBLE_NS else c
-            for c in super().place(request)
-        ]
+        return [replace(c, step_ns=c.step_ns % INFEASIBLE_NS) for c in super().place(request)]
 
 
 class Unseeded(Sampling):
