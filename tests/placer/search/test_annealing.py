@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster, Device, Link
-from envs.problem import Problem
+from envs.problem import Problem, toy_problem
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
+from placer.search.annealing.run import Annealing, anneal
 from placer.search.annealing.step_time import HOT, StepTimeAnnealing, initial_temperature
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
 
@@ -69,6 +74,37 @@ def test_annealing_in_pieces_is_annealing_at_once() -> None:
     assert whole.best_cost == pieces.best_cost
     assert (whole.best().devices == pieces.best().devices).all()
     assert (whole.best().priority == pieces.best().priority).all()
+
+
+class Recorder(Annealing):
+    """Records which moves of which schedule it should make."""
+
+    best_cost = 0
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int, int]] = []
+
+    def _run(self, steps: int, first: int, total: int) -> None:
+        self.runs.append((steps, first, total))
+
+
+@pytest.mark.parametrize(
+    ("end", "moves", "total"), [(1.0, None, 100), (0.7, None, 70), (1.0, 9, 9)]
+)
+def test_all_moves_of_a_budget_are_made_in_order(end: float, moves: int | None, total: int) -> None:
+    recorder, meter = Recorder(), SearchRequest(toy_problem(), Budget(evaluations=100)).meter()
+    list(anneal(recorder, meter, end=end, moves=moves))
+    made = [first + k for steps, first, _ in recorder.runs for k in range(steps)]
+    assert made == list(range(total))
+    assert {run[2] for run in recorder.runs} == {total}
+
+
+def test_the_schedule_follows_the_clock_under_a_budget_in_seconds() -> None:
+    recorder, seconds = Recorder(), count(0.0, 0.01)
+    request = SearchRequest(toy_problem(), Budget(seconds=1.0), clock=lambda: next(seconds))
+    list(anneal(recorder, request.meter()))
+    shares = [first / total for _, first, total in recorder.runs]
+    assert shares == pytest.approx(np.linspace(0.0, 1.0, len(shares)), abs=0.1)
 
 
 def test_many_moves_for_an_op_begin_hotter_within_limits() -> None:

@@ -9,7 +9,6 @@ from envs.hardware.cluster import SHARINGS, Sharing
 from envs.problem import Floats, Problem
 from placer.search.list_scheduler.arrays import scheduling_arrays
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
-from placer.search.list_scheduler.etf import etf
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
 
@@ -114,16 +113,6 @@ def test_a_batch_decodes_each_row_alone(values: list[float], seed: int) -> None:
         alone = decode(problem, rows[row])
         assert (devices[row] == alone[0]).all()
         assert (priority[row] == alone[1]).all()
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 1000), st.integers(1, 5))
-def test_etf_keeps_groups_and_limits(seed: int, devices: int) -> None:
-    problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=True)
-    found, priority = etf(scheduling_arrays(problem))
-    assert keeps_groups(problem, found)
-    assert keeps_limits(problem, found)
-    assert sorted(priority.tolist()) == list(range(1, problem.op_count + 1))
 
 
 def test_a_full_device_is_left_out_where_another_has_room() -> None:

@@ -20,28 +20,7 @@ def test_evolution_minimises_an_ill_conditioned_quadratic(seed: int) -> None:
     assert np.abs(evolution.mean - target).max() < 1e-3
 
 
-def test_evolution_depends_on_its_seed_alone() -> None:
-    found = []
-    for seed in (1, 1, 2):
-        evolution = Evolution(np.ones(4), sigma=0.3, seed=seed)
-        for _ in range(10):
-            samples = evolution.ask()
-            evolution.tell(samples, (samples**2).sum(axis=1))
-        found.append(evolution.mean)
-    assert (found[0] == found[1]).all()
-    assert (found[0] != found[2]).any()
-
-
-def test_evolution_walks_off_a_slope_without_shrinking() -> None:
-    evolution = Evolution(np.zeros(5), sigma=0.1, seed=0)
-    for _ in range(60):
-        samples = evolution.ask()
-        evolution.tell(samples, samples[:, 0])
-    assert evolution.sigma > 0.1
-    assert evolution.mean[0] < -5.0
-
-
-def test_first_samples_spread_as_they_are_told_to() -> None:
+def test_first_samples_have_the_requested_deviations() -> None:
     spread = np.array([0.1, 1.0, 4.0])
     evolution = Evolution(np.zeros(3), sigma=0.5, seed=0, population=4000, spread=spread)
     deviations = evolution.ask().std(axis=0)

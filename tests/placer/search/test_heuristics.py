@@ -14,7 +14,7 @@ from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.search.candidate import Candidate, Kind, distinct, ranked
+from placer.search.candidate import Kind, ranked
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import (
     first_layers,
@@ -153,16 +153,3 @@ def test_memory_etf_keeps_room_for_outputs_that_etf_forgets() -> None:
         [plan] = placer_named(name).place(SearchRequest(problem, ONCE))
         used = np.bincount(plan.devices, kept, minlength=2)
         assert bool((used <= problem.memory_bytes).all()) is fits
-
-
-def test_distinct_keeps_the_first_of_equal_plans() -> None:
-    def plan(name: str, device: int, step_ns: int) -> Candidate:
-        devices = np.full(3, device, np.int32)
-        return Candidate(
-            kind=Kind.OTHER, name=name, devices=devices, priority=np.zeros(3), step_ns=step_ns
-        )
-
-    plans = [plan("slow", 0, 9), plan("quick", 1, 3), plan("same as quick", 1, 3)]
-    assert [c.name for c in ranked(plans)] == ["quick", "same as quick", "slow"]
-    assert [c.name for c in distinct(ranked(plans), 5)] == ["quick", "slow"]
-    assert [c.name for c in distinct(ranked(plans), 1)] == ["quick"]
