@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import placer
 from envs.hardware.cluster import Cluster, Device, Link
@@ -114,19 +112,6 @@ def test_only_what_is_on_one_device_is_called_single() -> None:
     assert [row.name for row in shown.candidates].count("a where allowed") == 1
 
 
-def test_a_verdict_tells_pins_from_memory() -> None:
-    told = searched(pins={"left": "b", "right": "a"}).verdict
-    assert "pinned to a and b" in told
-    large = two_branches()
-    for op_id in ("left:0", "right:0"):
-        large.nodes[op_id]["parameter_bytes"] = 1000
-    small = replace(PAIR, devices=tuple(replace(d, memory_bytes=1500) for d in PAIR.devices))
-    told = searched(large, small).verdict
-    assert "has room" in told
-    told = searched(large, small, pins={"left:3": "b"}).verdict
-    assert "that the pins allow has room" in told
-
-
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_pins_that_part_tied_modules_are_refused_before_anything_is_measured() -> None:
     one, two = (f"core:{core}" for core in CORES[:2])
@@ -161,20 +146,3 @@ def test_a_placement_made_with_constraints_is_one_of_the_graph_without_them() ->
 def test_one_name_in_place_of_a_list_is_refused() -> None:
     with pytest.raises(ConstraintError, match="a list of names"):
         Constraints(keep_together="left")
-
-
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_a_model_is_placed_within_constraints_from_python() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 1))
-    one, two = (f"core:{core}" for core in CORES[:2])
-    found = placer.optimize(
-        model,
-        (torch.randn(4, 8), torch.randn(4, 1)),
-        loss=nn.functional.mse_loss,
-        devices=pair(one, two, kind="core"),
-        search=placer.SearchConfig(budget="50e", measure=False),
-        constraints=placer.Constraints(keep_together=["[23]"], pins={"0": one, "2": two}),
-        progress=False,
-    )
-    assert (found.device_of("0"), found.device_of("2"), found.device_of("3")) == (one, two, two)

@@ -45,6 +45,7 @@ from tests.helpers.folders import ROOT
 
 RUN = "placer.run"
 REPLICAS = Replication(groups=(("a",),), coding_bytes_per_s=1.0, algorithms=("ring",), levels=(1,))
+INTERNAL = re.compile(r"^\s*(?:from|import) (?:envs|graphs)\b", re.MULTILINE)
 IN_TEXT = re.compile(r"`(placer|make) ([^`]*)`")
 
 
@@ -187,12 +188,6 @@ def test_commands_named_in_the_text_exist(page: Path) -> None:
                 assert not name.startswith("--") or name in options, f"{page.name}: placer {rest}"
 
 
-def test_the_readme_begins_with_two_commands_that_there_are() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()[:2]
-    assert [line.split()[0] for line in lines] == ["make", "make"]
-    assert {line.split()[1] for line in lines} <= targets_of_make()
-
-
 def test_a_file_of_the_docs_has_one_content() -> None:
     contents: dict[str, str] = {}
     for block in file_blocks():
@@ -245,17 +240,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link} has no such heading"
 
 
-def test_every_page_is_reached_from_the_index_and_the_index_from_the_readme() -> None:
-    reached, waiting = set[Path](), [DOCS / "README.md"]
-    while waiting:
-        page = waiting.pop()
-        if page in reached:
-            continue
-        reached.add(page)
-        targets = ((page.parent / link.partition("#")[0]).resolve() for link in links(page))
-        waiting += [path for path in targets if path.suffix == ".md" and path.parent == DOCS]
-    assert set(DOCS.glob("*.md")) <= reached
+def test_every_page_is_in_the_index_and_the_index_in_the_readme() -> None:
+    assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= set(
+        links(DOCS / "README.md")
+    )
     assert any(link.startswith("docs/README.md") for link in links(ROOT / "README.md"))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_examples_import_public_packages_only(path: Path) -> None:
+    assert not INTERNAL.search(path.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_snippets_import_public_packages_only(page: Path) -> None:
+    assert not [block.where for block in blocks(page) if INTERNAL.search(block.text)]
 
 
 def test_every_command_and_every_option_of_optimize_is_told_of() -> None:
@@ -264,12 +265,6 @@ def test_every_command_and_every_option_of_optimize_is_told_of() -> None:
     told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
     assert not untold
     assert known_options("optimize") - {"--help"} <= told
-
-
-def test_pictures_are_drawn_by_the_script_beside_them() -> None:
-    pictures = DOCS / "pictures"
-    drawn = set(re.findall(r'"([a-z-]+\.svg)"', (pictures / "draw.py").read_text()))
-    assert {path.name for path in pictures.glob("*.svg")} == drawn
 
 
 def subparsers() -> dict[str, argparse.ArgumentParser]:

@@ -1,23 +1,22 @@
-"""Objectives other than latency, from the command line to the file."""
+"""Objectives other than latency: predicted, bounded and searched."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import placer
 from envs.placement import Placement
 from envs.simulator import Simulated
-from envs.simulator.max_load import max_load_ns
 from graphs.graph import add_edge, add_op, new_graph
-from placer.cli.main import main
 from placer.search.annealing.max_load import minimize_max_load
 from placer.search.objectives import Objective
 from placer.search.portfolio import Portfolio
@@ -26,84 +25,59 @@ from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import Case, one_kind, problem_of, random_case
 
-Files = Callable[..., tuple[Path, Path]]
-
-
-def optimized(files: Files, out: Path, *options: str) -> list[str]:
-    graph, cluster = files()
-    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "2000e"]
-    assert main([*arguments, "--out", str(out), "--json", *options]) == 0
-    return ["simulate", str(graph), "--cluster", str(cluster), "--placement", str(out), "--json"]
-
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    "search",
     [
-        (["--objective", "max-load"], "max_load_s"),
-        (["--objective", "throughput", "--micro-batches", "4"], "period_s"),
-        (["--micro-batches", "4"], "step_s"),
+        {"objective": "max-load"},
+        {"objective": "throughput", "micro_batches": 4},
+        {"micro_batches": 4},
+        {"micro_batches": 4, "in_flight": 1},
     ],
 )
-def test_what_is_predicted_is_what_simulate_says(
-    files: Files,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    key: str,
+def test_the_objective_is_predicted_as_it_is_evaluated_and_not_below_its_bound(
+    files: Callable[..., tuple[Path, Path]], search: dict[str, Any]
 ) -> None:
-    out = tmp_path / "placement.json"
-    simulate = optimized(files, out, *options)
-    found = json.loads(capsys.readouterr().out)
-    assert main(simulate) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["micro_batches"] == found["micro_batches"]
-    assert said["in_flight"] == found["in_flight"]
+    config = placer.SearchConfig(budget="500e", **search)
+    result = placer.optimize(*files(), search=config, progress=False)
+    evaluated = placer.evaluate(result, progress=False).to_dict()
+    predicted, placement = result.placement.predicted or {}, result.placement
+    key = {"max-load": "max_load_s", "throughput": "period_s"}.get(placement.objective, "step_s")
+    assert (placement.micro_batches, placement.in_flight) == (
+        search.get("micro_batches", 1),
+        search.get("in_flight"),
+    )
     for name in ("step_s", key):
-        assert said[name] == pytest.approx(found["predicted"][name], rel=0, abs=1e-15)
-    assert found["lower_bound_s"] <= said[key] * (1 + 1e-9)
-    assert json.loads(out.read_text())["objective"] == found["objective"]
+        assert evaluated[name] == pytest.approx(predicted[name], rel=0, abs=1e-15)
+    assert result.lower_bound_s <= evaluated[key] * (1 + 1e-9)
 
 
 def test_each_objective_is_smallest_where_it_was_asked_for(
-    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Callable[..., tuple[Path, Path]],
 ) -> None:
-    said = {}
+    loads, steps = {}, {}
     for name in ("latency", "max-load"):
-        simulate = optimized(files, tmp_path / "p.json", "--objective", name)
-        capsys.readouterr()
-        assert main(simulate) == 0
-        said[name] = json.loads(capsys.readouterr().out)
-    assert said["max-load"]["max_load_s"] < said["latency"]["max_load_s"]
-    assert said["max-load"]["step_s"] > said["latency"]["step_s"]
-
-
-def test_a_model_is_run_by_whole_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["optimize", "model.py:build", "--devices", "core:0"]
-    assert main([*arguments, "--objective", "max-load"]) == 2
-    assert "are for graphs with known costs" in capsys.readouterr().err
-    assert main([*arguments, "--micro-batches", "2"]) == 2
+        search = placer.SearchConfig(budget="2000e", objective=name)
+        result = placer.optimize(*files(), search=search, progress=False)
+        evaluation = placer.evaluate(result, progress=False)
+        loads[name], steps[name] = evaluation.max_load_s or 0.0, evaluation.step_s
+    assert 0 < loads["max-load"] < loads["latency"]
+    assert steps["max-load"] > steps["latency"]
 
 
 @pytest.mark.parametrize(
-    ("name", "micro_batches", "message"),
+    ("arguments", "message"),
     [
-        ("speed", 1, "'speed'"),
-        ("throughput", 1, "2 or more"),
-        ("latency", 0, "micro_batches is 0"),
+        ({"name": "speed"}, "'speed'"),
+        ({"name": "throughput"}, "2 or more"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": 2, "in_flight": 0}, "in_flight is 0, not within 1"),
+        ({"in_flight": 2}, "in_flight is of several micro-batches"),
     ],
 )
-def test_objectives_that_mean_nothing_are_refused(
-    name: str, micro_batches: int, message: str
-) -> None:
+def test_objectives_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Objective(name=name, micro_batches=micro_batches)
-
-
-def test_micro_batches_in_flight_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="in_flight is 0, not within 1"):
-        Objective(micro_batches=2, in_flight=0)
-    with pytest.raises(ValueError, match="in_flight is of several micro-batches"):
-        Objective(in_flight=2)
+        Objective(**arguments)
 
 
 def test_a_full_device_has_its_own_reason_in_each_objective() -> None:
@@ -200,15 +174,6 @@ def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() 
     said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
     assert said.objective_s == np.inf
     assert said.why == result.why_no_period
-
-
-def test_plans_for_micro_batches_name_every_op_once() -> None:
-    problem = random_problem(1, ops=15, devices=3, groups=True)
-    plans = Objective(micro_batches=3).search(
-        SearchRequest(problem, Budget(evaluations=200)), Portfolio()
-    )
-    assert {plan.devices.shape for plan in plans} == {(15,)}
-    assert len(set(max_load_ns(problem, np.array([plan.devices for plan in plans])))) > 1
 
 
 def test_for_throughput_balanced_loads_are_a_candidate() -> None:

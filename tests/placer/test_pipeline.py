@@ -32,7 +32,6 @@ from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job, optimize_problem
-from placer.policies import load
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
@@ -133,16 +132,6 @@ def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objecti
     search = SearchConfig(placer=name, objective=objective)
     with pytest.raises(PlacementError, match="within the budget"):
         optimize_problem(problem, search)
-
-
-def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
-    resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
-    problem = random_problem(1, ops=24, devices=3, memory_bytes=int(0.45 * resident))
-    search = SearchConfig(policy=load("generalist"), budget=Budget(evaluations=20))
-    with pytest.raises(PlacementError, match="No placement that was found"):
-        optimize_problem(problem, search)
-    found = optimize_problem(problem, replace(search, budget=Budget(evaluations=2000)))
-    assert np.isfinite(found.best.predicted_s)
 
 
 def chain(length: int) -> nx.DiGraph[str]:
