@@ -153,7 +153,7 @@ def _show_cache(args: argparse.Namespace) -> None:
     if listing["folder"] is None and not args.json:  # a warning says so
         return
     print_result(args, lambda: listing, lambda console: _print_listing(listing, console))
-    if not listing["op_times"]["files"] and not listing[SPEEDS]:
+    if not listing["files"]:
         say(args, "the cache is empty")
 
 
@@ -177,20 +177,9 @@ def _listing(cache: CostCache, holdings: list[Holding]) -> dict[str, Any]:
     folder = cache.path.parent
     return {
         "folder": None if NOWHERE in folder.parents else str(folder),
-        "op_times": {
-            "files": [_file(path) for path in cache.files()],
-            "kinds": [asdict(holding) for holding in holdings],
-        },
-        SPEEDS: [_file(path) for path in speed_files()],
+        "op_times": [asdict(holding) for holding in holdings],
+        "files": {path.name: path.stat().st_size for path in [*cache.files(), *speed_files()]},
     }
-
-
-def _file(path: Path) -> dict[str, Any]:
-    import datetime
-
-    about = path.stat()
-    day = datetime.date.fromtimestamp(about.st_mtime).isoformat()
-    return {"file": path.name, "size_bytes": about.st_size, "written": day}
 
 
 def _print_listing(listing: dict[str, Any], console: Console) -> None:
@@ -198,22 +187,12 @@ def _print_listing(listing: dict[str, Any], console: Console) -> None:
     from placer.report.console import print_rows
 
     console.print(listing["folder"], highlight=False)
-    files = [*listing["op_times"]["files"], *listing[SPEEDS]]
-    print_rows(
-        console,
-        ("file", "size", "written"),
-        [(file["file"], human_bytes(file["size_bytes"]), file["written"]) for file in files],
-    )
-    print_rows(
-        console,
-        ("op times", "torch", "entries", "sessions", "measured", "hardware"),
-        [
-            (
-                *(kind["conditions"]["kind"], kind["conditions"]["torch"]),
-                *(kind["signatures"], kind["sessions"]),
-                " .. ".join(dict.fromkeys((kind["first"], kind["last"]))),
-                kind["conditions"]["hardware"],
-            )
-            for kind in listing["op_times"]["kinds"]
-        ],
-    )
+    sizes = [(name, human_bytes(size_bytes)) for name, size_bytes in listing["files"].items()]
+    print_rows(console, ("file", "size"), sizes)
+    columns = ("op times", "torch", "entries", "sessions", "first", "last", "hardware")
+    rows = []
+    for holding in listing["op_times"]:
+        conditions = holding["conditions"]
+        numbers = (holding[name] for name in ("signatures", "sessions", "first", "last"))
+        rows.append((conditions["kind"], conditions["torch"], *numbers, conditions["hardware"]))
+    print_rows(console, columns, rows)

@@ -19,7 +19,7 @@ from envs.measurement import CONTENDED, contention_warning
 from placer.messages import CPU_CLOCK, NOISY
 from placer.startup import VERSION
 
-TOLD: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")
+PACKAGES: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")
 LEAST_FREE_BYTES: Final = 1_000_000_000
 
 
@@ -82,45 +82,46 @@ class Checkup:
             )
         if self.is_throttled:
             reasons.append("the container is throttled")
-        do = "stop what else runs" if self.loud or self.uneven else "raise its limit"
-        return f"Measurements will be noisy, because {' and '.join(reasons)}: {do}, then try again."
+        remedy = "stop other programs" if self.loud or self.uneven else "raise its limit"
+        reason = " and ".join(reasons)
+        return f"Measurements will be noisy, because {reason}: {remedy}, then try again."
 
     @property
     def advice(self) -> list[str]:
         """Return further advice that a user can act on, one or two sentences each."""
-        found = [doubt] if (doubt := contention_warning(self.cluster)) else []
+        advice = [doubt] if (doubt := contention_warning(self.cluster)) else []
         if self.loud:
-            told = (
+            remark = (
                 f"The load is {self.load:.1f} on {self.cores} core{'s'[: self.cores > 1]}: as long "
                 f"as others use them, steps are compared by {CPU_CLOCK}."
             )
             quiet = [n for n in self.noise if n not in self.loud and n not in self.uneven]
             if len(quiet) > 1:  # placing needs at least two
-                told += f" Quieter are {_cores(quiet)}: name them with --devices."
-            found.append(told)
+                remark += f" Quieter are {_cores(quiet)}: name them with --devices."
+            advice.append(remark)
         if self.uneven:
-            found.append(f"As work scatters on {_cores(self.uneven)}, small gains count as ties.")
+            advice.append(f"As work scatters on {_cores(self.uneven)}, small gains count as ties.")
         if self.is_throttled:
-            found.append(
+            advice.append(
                 f"The container may use {self.quota_cores:g} cores' worth of time on {self.cores} "
                 "cores: with the limit as it is, place on fewer cores."
             )
         if self.governors - {"performance"}:
-            found.append(
+            advice.append(
                 f"Frequencies are set by {', '.join(sorted(self.governors))}: cpupower "
                 "frequency-set -g performance keeps them steady."
             )
         if self.free_bytes < LEAST_FREE_BYTES:
-            found.append(
+            advice.append(
                 f"Only {self.free_bytes / 1e9:.2g} GB of memory are free: workers need some for "
                 "themselves."
             )
         if not self.cache_writable:
-            found.append(
+            advice.append(
                 f"{self.cache} cannot be written: op times are measured anew each time. Set "
                 "PLACER_CACHE to a folder of yours."
             )
-        return found
+        return advice
 
 
 def _cores(noise: Sequence[Noise]) -> str:
@@ -148,9 +149,9 @@ def check_machine(cluster: Cluster) -> Checkup:
 
 
 def _versions() -> dict[str, str]:
-    found = {"placer": VERSION, "python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in TOLD}
-    return found | {"cuda": torch.version.cuda or "none"}
+    versions = {"placer": VERSION, "python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    return versions | {"cuda": torch.version.cuda or "none"}
 
 
 def _writable() -> bool:

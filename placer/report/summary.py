@@ -69,7 +69,7 @@ def _dearest(kind: str, work: Work) -> Table:
     table.add_column("source", overflow="fold")
     for op in work.dearest:
         share = op.cost_s / work.total_s if work.total_s > 0 else 0.0
-        table.add_row(op.id, milliseconds(op.cost_s), f"{share:.1%}", op.source or "not told")
+        table.add_row(op.id, milliseconds(op.cost_s), f"{share:.1%}", op.source or "unknown")
     return table
 
 

@@ -47,7 +47,7 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
 
     ``verbose`` adds a legend and the less important remarks.
     """
-    ran = any(own.measurement is not None for own in result.candidates)
+    ran = any(candidate.measurement is not None for candidate in result.candidates)
     console.print(_title(result))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("candidate", no_wrap=True)
@@ -55,15 +55,15 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("memory", justify="right", overflow="fold")
     shown = _shown(result)
-    for own in shown:
-        measured = _measured_cells(own.measurement, own.failure) if ran else []
+    for candidate in shown:
+        measured = _measured_cells(candidate.measurement, candidate.failure) if ran else []
         table.add_row(
-            f"{CHOSEN if own is result.best else ' '} {own.name}",
-            _ms(own.predicted_s),
+            f"{CHOSEN if candidate is result.best else ' '} {candidate.name}",
+            _ms(candidate.predicted_s),
             *measured,
-            _speed_up(result, own),
-            _memory(own),
-            style="bold green" if own is result.best else "",
+            _speed_up(result, candidate),
+            _memory(candidate),
+            style="bold green" if candidate is result.best else "",
         )
     if result.all_cores is not None:
         *cells, _ = _measured_cells(result.all_cores, result.all_cores.failure)
@@ -79,12 +79,16 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
     console.print(str(result))
 
 
+def _on_one_device(result: Result) -> list[Candidate]:
+    return [one for one in result.candidates if one.kind is Kind.SINGLE_DEVICE]
+
+
 def _shown(result: Result) -> list[Candidate]:
     first = (result.best, result.single)
-    single = [own for own in result.candidates if own.kind is Kind.SINGLE_DEVICE and own.is_single]
-    single.sort(key=lambda own: (own not in first, own.predicted_s))
-    left_out = {id(own) for own in single[MOST_SINGLES:]}
-    return [own for own in result.candidates if id(own) not in left_out]
+    single = [one for one in _on_one_device(result) if one.is_single]
+    single.sort(key=lambda candidate: (candidate not in first, candidate.predicted_s))
+    left_out = {id(candidate) for candidate in single[MOST_SINGLES:]}
+    return [candidate for candidate in result.candidates if id(candidate) not in left_out]
 
 
 def _legend(result: Result, ran: bool) -> str:
@@ -94,18 +98,18 @@ def _legend(result: Result, ran: bool) -> str:
     if result.placement.objective != "latency":
         parts.append(f"predicted and speed-up: of the objective {result.placement.objective}")
     if ran:
-        clocks = [own.measurement for own in result.candidates if own.measurement]
+        clocks = [candidate.measurement for candidate in result.candidates if candidate.measurement]
         on_cores = any(measurement.has_cpu_clock for measurement in clocks)
         parts.append(messages.MEASURED_LEGEND)
         parts.append(messages.CORES_LEGEND if on_cores else messages.TORCH_LEGEND)
-    if any(own.kind is Kind.WARM_START for own in result.candidates):
+    if any(candidate.kind is Kind.WARM_START for candidate in result.candidates):
         parts.append(messages.WARM_START_LEGEND)
-    if any(own.kind is Kind.SINGLE_DEVICE and not own.is_single for own in result.candidates):
+    if not all(candidate.is_single for candidate in _on_one_device(result)):
         parts.append(messages.WHERE_ALLOWED_LEGEND)
     if result.all_cores is not None:
         parts.append(messages.UNPLACED_LEGEND)
-        if result.contended and (seen := result.best.measurement) is not None:
-            parts[-1] += f", to be compared with {_ms(seen.median_s)} ms"
+        if result.contended and (measurement := result.best.measurement) is not None:
+            parts[-1] += f", to be compared with {_ms(measurement.median_s)} ms"
     return "; ".join(parts) + "."
 
 
@@ -230,12 +234,14 @@ def _origin(placement: Placement) -> str:
     return ", ".join(parts)
 
 
-def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
+def _measured_cells(measurement: Measurement | None, failure: str) -> list[str]:
     if failure:
         return ["failed", "", "", ""]
-    if seen is None or not seen.ok:
+    if measurement is None or not measurement.ok:
         return ["-"] * 4
-    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.cpu_clock_median_s)]
+    times = (measurement.median_s, measurement.min_s, measurement.cpu_clock_median_s)
+    median, shortest, cpu_clock = map(_ms, times)
+    return [median, shortest, f"{measurement.spread:.0%}", cpu_clock]
 
 
 def _speed_up(result: Result, candidate: Candidate) -> str:

@@ -71,11 +71,6 @@ def test_every_expected_exception_has_an_exit_code_and_a_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: FREE)
-    assert exit_code_of(ImportError("no module")) is None
-
-
 def test_errors_in_arguments_are_bad_usage_unless_they_are_of_the_job() -> None:
     with pytest.raises(UsageError, match="no file"), usage_errors():
         raise FileNotFoundError(errno.ENOENT, "", "no file")
@@ -127,3 +122,8 @@ def test_standard_output_names_itself_and_fails_once() -> None:
             output.flush()
         print("more", file=output, flush=True)
     os.close(full)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: FREE)
+    assert exit_code_of(ImportError("no module")) is None

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import placer
-from graphs.extract import ExtractionError
 from graphs.graph_file import load_graph
 from placer.cli.main import main
 
@@ -126,7 +123,7 @@ def test_a_model_is_placed_on_a_cluster_that_is_only_partly_here(
     found = json.loads(capsys.readouterr().out)
     assert found["measured"] is None
     assert found["cost_source"]["gpu"] == "roofline of the cluster's rates"
-    assert found["cost_source"]["core"].startswith("measured 20")
+    assert "measured 20" in found["cost_source"]["core"]
     assert found["step_s"] < 2.0
     # With two seconds per launch, the described device is never worth using.
     assert set(json.loads(placement.read_text())["devices"].values()) == {CORE}
@@ -161,21 +158,6 @@ def test_a_model_on_meta_is_extracted_without_costs_and_never_run(
     assert "on the meta device" in capsys.readouterr().err
     out = ["--out", str(tmp_path / "placement.json")]
     assert main(["optimize", *target, "--devices", CORE, *out]) == 1
-
-
-def test_the_summary_of_a_graph_file_counts_every_kind(
-    files: Callable[..., tuple[Path, Path]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    graph, _ = files()
-    assert main(["extract", str(graph), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert sum(summary["ops"].values()) == 40
-    for work in summary["work"].values():
-        assert work["headroom"] == pytest.approx(work["total_s"] / work["critical_path_s"])
-        costs_s = [op["cost_s"] for op in work["dearest"]]
-        assert len(costs_s) == 10
-        assert costs_s == sorted(costs_s, reverse=True)
-    assert summary["work"]
 
 
 def test_optimizer_and_dtype_are_part_of_the_step(
@@ -242,24 +224,3 @@ def test_a_recording_is_measured_and_named_in_the_result(
     (line,) = found["depends_on_data"]
     assert "model.py" in line
     assert line in " ".join(found["remarks"])
-
-
-def test_a_recording_is_not_applied_to_other_data() -> None:
-    class Branch(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return y if x.sum() > 0 else -y
-
-    found = placer.optimize(
-        Branch(4, 4),
-        (torch.ones(2, 4), torch.zeros(2, 4)),
-        loss=torch.nn.functional.mse_loss,
-        devices=CORE,
-        search=placer.SearchConfig(budget="20e", policy=None, measure=False),
-        progress=False,
-    )
-    assert any("other inputs may take another path" in remark for remark in found.remarks)
-    assert found.extraction is not None
-    with pytest.raises(ExtractionError, match="reads values of tensors") as refused:
-        placer.apply(found.extraction.step.model, found)
-    assert __file__ in str(refused.value)

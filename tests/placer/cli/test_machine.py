@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,42 +51,14 @@ def test_an_empty_cache_is_no_failure(folder: Path, capsys: pytest.CaptureFixtur
     assert not folder.exists()
 
 
-def test_without_a_home_one_sentence_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_home() -> Path:
-        raise RuntimeError
-
-    monkeypatch.delenv("PLACER_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    for option in ("--cache", "--clear-cache"):
-        with plain_warnings(), warnings.catch_warnings():
-            warnings.simplefilter("once")
-            assert main(["machine", option]) == 0
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.count("\n") == 1
-        assert "set PLACER_CACHE" in printed.err
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert listed(capsys)["folder"] is None
-
-
 def test_measurements_are_listed(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listing = listed(capsys)
     assert listing["folder"] == str(filled)
-    kinds = listing["op_times"]["kinds"]
-    assert [(k["conditions"]["kind"], k["signatures"]) for k in kinds] == [
-        ("core", 2),
-        ("core*2", 1),
-    ]
-    assert kinds[0]["first"] == kinds[0]["last"] == "2026-01-31"
-    (file,) = listing["op_times"]["files"]
-    assert file["size_bytes"] == (filled / file["file"]).stat().st_size
-    assert [(file["file"], file["size_bytes"]) for file in listing["speeds"]] == [
-        ("cores-0123.toml", 10)
-    ]
+    kinds = [(one["conditions"]["kind"], one["signatures"]) for one in listing["op_times"]]
+    assert kinds == [("core", 2), ("core*2", 1)]
+    assert listing["op_times"][0]["first"] == "2026-01-31"
+    assert len(listing["files"]) == 2
+    assert listing["files"]["cores-0123.toml"] == 10
     assert main(["machine", "--cache"]) == 0
     assert "core*2" in capsys.readouterr().out
 
@@ -96,10 +66,10 @@ def test_measurements_are_listed(filled: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("what", "kinds", "speeds"),
     [
-        ([], [], 0),
-        (["core"], ["core*2"], 1),
-        (["core*2"], ["core"], 1),
-        (["speeds"], ["core", "core*2"], 0),
+        ([], [], False),
+        (["core"], ["core*2"], True),
+        (["core*2"], ["core"], True),
+        (["speeds"], ["core", "core*2"], False),
     ],
 )
 def test_one_part_of_the_cache_is_cleared_and_nothing_else(
@@ -107,8 +77,8 @@ def test_one_part_of_the_cache_is_cleared_and_nothing_else(
 ) -> None:
     assert main(["machine", "--clear-cache", *what]) == 0
     listing = listed(capsys)
-    assert [kind["conditions"]["kind"] for kind in listing["op_times"]["kinds"]] == kinds
-    assert len(listing["speeds"]) == speeds
+    assert [one["conditions"]["kind"] for one in listing["op_times"]] == kinds
+    assert ("cores-0123.toml" in listing["files"]) is speeds
     assert (filled / "of-somebody-else.txt").exists()
 
 
@@ -128,42 +98,6 @@ def test_a_damaged_file_is_reported_and_cleared(
     assert "--clear-cache" in capsys.readouterr().err
     assert main(["machine", "--clear-cache"]) == 0
     assert [file.name for file in filled.iterdir()] == ["of-somebody-else.txt"]
-
-
-def link_to_nowhere(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.parent / "nowhere" / "costs")
-
-
-def locked(path: Path) -> None:
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    OPEN.append(other)
-
-
-OPEN: list[sqlite3.Connection] = []
-
-
-@pytest.mark.parametrize(
-    ("state", "words"), [(link_to_nowhere, "nowhere/costs"), (locked, "locked")]
-)
-def test_a_cache_that_cannot_be_read_is_reported(
-    state: Callable[[Path], None],
-    words: str,
-    filled: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("envs.costs.cache.WAIT_S", 0.01)
-    state(CostCache().path)
-    try:
-        assert main(["machine", "--cache"]) == 1
-    finally:
-        while OPEN:
-            OPEN.pop().close()
-    error = capsys.readouterr().err
-    assert words in error
-    assert str(CostCache().path) in error
 
 
 def test_warnings_about_the_cache_are_printed_as_remarks(

@@ -121,16 +121,6 @@ def test_a_placement_that_cannot_run_is_reported_and_has_no_timeline(
     assert not timeline.exists()
 
 
-def test_a_graph_that_cannot_be_placed_has_no_placement_file(
-    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    graph, cluster = files(memory_bytes=10)
-    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
-    assert main([*arguments, "--out", str(tmp_path / "placement.json")]) == 1
-    assert "fits nowhere" in capsys.readouterr().err
-    assert not (tmp_path / "placement.json").exists()
-
-
 def optimize(files: Files, out: Path, *more: str) -> int:
     graph, cluster = files()
     arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]

@@ -131,16 +131,6 @@ def test_the_duration_is_estimated_before_and_printed_after(
     assert found["total_s"] >= found["search_s"] > 0
 
 
-def test_errors_are_printed_although_quiet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", str(tmp_path / "none.json"), "--quiet", "--json"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("placer: ")
-    assert printed.err.count("\n") == 1
-
-
 def test_the_json_of_a_placement_is_what_the_table_says(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
