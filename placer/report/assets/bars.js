@@ -17,11 +17,11 @@ const inBrackets = (row) => wasMeasured && row.speed_up_is === "predicted";
 const speedUp = (row) =>
   inBrackets(row) ? `(${row.speed_up.toFixed(2)}×)` : `${row.speed_up.toFixed(2)}×`;
 
-// On a busy machine CPU-clock times ("rebuilt") count; rows without them get no bar.
-const isRebuilt = data.judged === "rebuilt";
-const isApart = (row) => isRebuilt && row.name === UNPLACED;
-const CLOCKS = { measured: "measured", rebuilt: "CPU-clock time", predicted: "predicted" };
-const values = () => VALUES + (isRebuilt ? TWO_CLOCKS : 0);
+// On a busy machine CPU-clock times count; rows without them get no bar.
+const isCpuClock = data.judged === "cpu-clock";
+const isApart = (row) => isCpuClock && row.name === UNPLACED;
+const CLOCKS = { measured: "measured", "cpu-clock": "CPU-clock time", predicted: "predicted" };
+const values = () => VALUES + (isCpuClock ? TWO_CLOCKS : 0);
 
 // The chosen candidate first, then measured ones, then predicted ones.
 function sortedCandidates() {
@@ -138,14 +138,14 @@ function drawMeasured(group, row, y, x, most) {
 
 // The wall time to show beside a CPU-clock time, if known.
 const byWall = ({ wall_s }) =>
-  isRebuilt && wall_s != null ? `; ${time(wall_s)} by the wall clock` : "";
+  isCpuClock && wall_s != null ? `; ${time(wall_s)} by the wall clock` : "";
 
 // The note on the unplaced step, which on a busy machine has only a wall time and no bar.
 const comparedWith = () =>
   `by the wall clock${data.wall_s == null ? "" : `, to be compared with ${time(data.wall_s)}`}`;
 
 function clocksOf({ step_s, wall_s }) {
-  if (!isRebuilt) return `${time(step_s)} measured`;
+  if (!isCpuClock) return `${time(step_s)} measured`;
   return `${time(step_s)} CPU clock${wall_s == null ? "" : `, ${time(wall_s)} wall`}`;
 }
 

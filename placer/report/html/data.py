@@ -4,9 +4,9 @@
 
     {"graph", "cluster", "objective", "verdict", "remarks": [str], "micro_batches",
      "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: source},
-     "step_s": value of the objective, "judged": "measured" | "rebuilt" | "predicted",
+     "step_s": value of the objective, "judged": "measured" | "cpu-clock" | "predicted",
      "wall_s": measured step time by the wall clock, "speed_up", "lower_bound_s",
-     "speed_up_is": "measured" | "rebuilt" | "predicted", "best_single": name of the candidate,
+     "speed_up_is": as "judged", "best_single": name of the candidate,
      "devices": [{"name", "kind", "memory_bytes", "source"}],
      "candidates": [{"name", "predicted_s", "measured", "speed_up", "speed_up_is", "best",
                      "memory_bytes": predicted, by device, "measured_memory_bytes": by device,
@@ -17,14 +17,15 @@
      "commands": [{"what", "command"}]}
 
 Unknown numbers are null. Times are whole nanoseconds (``_ns``) where there are many, seconds
-(``_s``) elsewhere; "rebuilt" marks CPU-clock times.
+(``_s``) elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.graph import PHASES
 from placer.messages import CPU_CLOCK
+from placer.milliseconds import ratio_of
 from placer.report.html.commands import Command
 from placer.report.html.schedule import timeline_data
 from placer.result import Result
@@ -85,34 +87,34 @@ def _coded(names: tuple[str, ...]) -> tuple[list[str], list[int]]:
     return list(index), codes
 
 
-UNPLACED = "not placed"
+UNPLACED: Final = "not placed"
 
 
-def report_data(found: Result, commands: Sequence[Command] = ()) -> dict[str, Any]:
+def report_data(result: Result, commands: Sequence[Command] = ()) -> dict[str, Any]:
     """Return all data of the report of an optimization.
 
     Raises:
         ValueError: the placement cannot run, so there is no step to show.
     """
-    problem, placement = found.problem, found.placement
-    simulated = Simulated(problem)
-    judged_s, wall_s = _judged_s(found), _wall_s(found)
+    problem, placement, runs = result.problem, result.placement, Runs(result)
+    best = runs.times(result.best)
+    speed_up, speed_up_is = runs.speed_up(result.best)
     return {
         "graph": problem.graph.name,
         "cluster": problem.cluster.name,
         "objective": placement.objective,
-        "verdict": _verdict(found),
-        "remarks": found.remarks,
+        "verdict": runs.verdict,
+        "remarks": result.remarks,
         "micro_batches": placement.micro_batches,
         "made_by": asdict(placement.made_by),
-        "cost_source": dict(found.cost_source),
-        "step_s": _finite(judged_s if judged_s is not None else found.best.predicted_s),
-        "judged": "predicted" if judged_s is None else _how(found),
-        "wall_s": wall_s,
-        "speed_up": _speed_up(found),
-        "speed_up_is": _speed_up_is(found, found.best),
-        "lower_bound_s": _finite(found.lower_bound_s),
-        "best_single": None if found.single is None else found.single.name,
+        "cost_source": dict(result.cost_source),
+        "step_s": best["step_s"] if best else _finite(result.best.predicted_s),
+        "judged": runs.clock if best else "predicted",
+        "wall_s": best["wall_s"] if best else None,
+        "speed_up": speed_up,
+        "speed_up_is": speed_up_is,
+        "lower_bound_s": _finite(result.lower_bound_s),
+        "best_single": None if result.single is None else result.single.name,
         "devices": [
             {
                 "name": device.name,
@@ -122,174 +124,131 @@ def report_data(found: Result, commands: Sequence[Command] = ()) -> dict[str, An
             }
             for device in problem.cluster.devices
         ],
-        "candidates": _candidates(found),
+        "candidates": _candidates(runs),
         "ops": ops_data(problem, placement),
-        "timeline": timeline_data(simulated, placement),
-        "search": {"seconds": found.search_s, "lines": _lines(found.search_trace)},
+        "timeline": timeline_data(Simulated(problem), placement),
+        "search": {"seconds": result.search_s, "lines": _lines(result.search_trace)},
         "commands": [asdict(command) for command in commands],
     }
 
 
-def _verdict(found: Result) -> str:
-    ratio = _recorded_speed_up(found)
-    if ratio is not None and not found.best.is_single and np.isfinite(found.best.predicted_s):
-        told = f"{ratio:.2f}x faster than the best single device"
-        if _how(found) == "measured":
-            return f"{told}, measured when it was made."
-        by_wall = _recorded_by_wall(found)
-        busy = "" if by_wall is None else f" ({by_wall:.2f}x by the wall clock of a busy machine)"
-        return f"{told}, by {CPU_CLOCK} when it was made{busy}."
-    return found.verdict
+class Runs:
+    """Measured times of a result's candidates, or those that the placement file records.
+
+    A file records the medians of the best candidate and of the best single device; its spread and
+    its shortest times are by the wall clock.
+    """
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        measured = result.placement.measured if result.best.measurement is None else None
+        self.recorded: dict[str, Any] = dict(measured or {})
+
+    @cached_property
+    def clock(self) -> str:
+        """Return the clock that counts: "measured" by the wall clock, or "cpu-clock"."""
+        step_s = self.recorded.get("step_s")
+        by_wall = self.recorded.get("wall_median_s", step_s) == step_s
+        return "cpu-clock" if self.result.contended or not by_wall else "measured"
+
+    def times(self, row: Candidate) -> dict[str, Any] | None:
+        """Return median, quartiles and shortest time of the steps; None if it was not run."""
+        if row.measurement is not None:
+            return _times(row.measurement, contended=self.clock == "cpu-clock")
+        prefix = self._prefix(row)
+        if prefix is None or f"{prefix}step_s" not in self.recorded:
+            return None
+        step_s = float(self.recorded[f"{prefix}step_s"])
+        of_wall = self.recorded if self.clock == "measured" else {}
+        half = None if prefix or "spread" not in of_wall else step_s * of_wall["spread"] / 2
+        return {
+            "step_s": step_s,
+            "wall_s": self.recorded.get(f"{prefix}wall_median_s"),
+            "low_s": None if half is None else step_s - half,
+            "high_s": None if half is None else step_s + half,
+            "min_s": of_wall.get(f"{prefix}wall_min_s"),
+            "rounds": None if prefix else self.recorded.get("rounds"),
+        }
+
+    def _prefix(self, row: Candidate) -> str | None:
+        """Return the prefix of a candidate's keys in the file, None if it is not recorded."""
+        if row is self.result.best:
+            return ""
+        return "single_device_" if row is self.result.single else None
+
+    def speed_up(self, row: Candidate) -> tuple[float | None, str]:
+        """Return the speed-up over the best single device, and which times it compares."""
+        single = self.result.single
+        of_single, of_row = single and self.times(single), self.times(row)
+        if of_single and of_row:
+            return _finite(ratio_of(of_single["step_s"], of_row["step_s"])), self.clock
+        return _finite(self.result.speedup_of(row)), "predicted"
+
+    def memory_bytes(self, row: Candidate) -> list[int | None]:
+        """Return the measured peak of each device."""
+        peaks = {}
+        if row.measurement is not None:
+            peaks = row.measurement.peak_memory_bytes
+        elif row is self.result.best:
+            peaks = self.recorded.get("peak_memory_bytes", {})
+        return [peaks.get(name) for name in self.result.problem.cluster.names]
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict of the result; a recorded gain counts, unless it no longer fits."""
+        result = self.result
+        ratio, source = self.speed_up(result.best)
+        is_gain = not result.best.is_single and np.isfinite(result.best.predicted_s)
+        if not self.recorded or source == "predicted" or ratio is None or not is_gain:
+            return result.verdict
+        gain = f"{ratio:.2f}x faster than the best single device"
+        if source == "measured":
+            return f"{gain}, measured when it was made."
+        wall_s = self.recorded.get("wall_median_s")
+        single_s = self.recorded.get("single_device_wall_median_s")
+        if not wall_s or not single_s:
+            return f"{gain}, by {CPU_CLOCK} when it was made."
+        by_wall = f"{single_s / wall_s:.2f}x by the wall clock of a busy machine"
+        return f"{gain}, by {CPU_CLOCK} when it was made ({by_wall})."
 
 
-def _recorded(found: Result) -> dict[str, Any] | None:
-    """Return the measurement recorded in the placement, None if the runs themselves are known."""
-    measured = found.placement.measured
-    return dict(measured) if measured and found.best.measurement is None else None
-
-
-def _how(found: Result) -> str:
-    known = _recorded(found)
-    if known is None:
-        return "rebuilt" if found.contended else "measured"
-    step_s = known.get("step_s")
-    of_wall = known.get("wall_median_s", step_s) == step_s
-    return "measured" if of_wall else "rebuilt"
-
-
-def _recorded_speed_up(found: Result) -> float | None:
-    known = _recorded(found)
-    if known is None or not known.get("single_device_step_s") or not known.get("step_s"):
-        return None
-    return float(known["single_device_step_s"] / known["step_s"])
-
-
-def _recorded_by_wall(found: Result) -> float | None:
-    known = _recorded(found) or {}
-    if not known.get("single_device_wall_median_s") or not known.get("wall_median_s"):
-        return None
-    return float(known["single_device_wall_median_s"] / known["wall_median_s"])
-
-
-def _speed_up(found: Result) -> float | None:
-    ratio = _recorded_speed_up(found)
-    return _finite(found.speedup) if ratio is None else ratio
-
-
-def _speed_up_is(found: Result, row: Candidate) -> str:
-    """Return which times a speed-up compares; measured, rebuilt and predicted are never mixed."""
-    single = found.single
-    if single is not None and single.measurement is not None and row.measurement is not None:
-        return _how(found)
-    recorded = _recorded_speed_up(found) is not None and row in (found.best, single)
-    return _how(found) if recorded else "predicted"
-
-
-def _judged_s(found: Result) -> float | None:
-    if found.best.measurement is not None:
-        return found.step_s(found.best)
-    known = _recorded(found)
-    return None if known is None else known.get("step_s")
-
-
-def _wall_s(found: Result) -> float | None:
-    if found.best.measurement is not None:
-        return _finite(found.best.measurement.median_s)
-    return (_recorded(found) or {}).get("wall_median_s")
-
-
-def _candidates(found: Result) -> list[dict[str, Any]]:
+def _candidates(runs: Runs) -> list[dict[str, Any]]:
     """Return the candidates and the unplaced baseline."""
-    rows = [
-        {
+    result, rows = runs.result, []
+    for row in result.candidates:
+        speed_up, speed_up_is = runs.speed_up(row)
+        data = {
             "name": row.name,
             "predicted_s": _finite(row.predicted_s),
-            "measured": _measured(found, row),
-            "speed_up": _speed_up(found) if row is found.best else _finite(found.speedup_of(row)),
-            "speed_up_is": _speed_up_is(found, row),
+            "measured": runs.times(row),
+            "speed_up": speed_up,
+            "speed_up_is": speed_up_is,
             "memory_bytes": list(row.peak_memory_bytes.values()),
-            "measured_memory_bytes": _measured_memory(found, row),
-            "best": row is found.best,
+            "measured_memory_bytes": runs.memory_bytes(row),
+            "best": row is result.best,
             "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
         }
-        for row in found.candidates
-    ]
-    if found.all_cores is not None:
-        rows.append(
-            {
-                "name": UNPLACED,
-                "predicted_s": None,
-                "measured": _runs(found.all_cores, loaded=False),
-                "speed_up": None,
-                "speed_up_is": "measured",
-                "memory_bytes": [],
-                "measured_memory_bytes": [],
-                "best": False,
-                "why": found.all_cores.failure,
-            }
-        )
+        rows.append(data)
+    if (unplaced := result.all_cores) is not None:
+        unknown: dict[str, Any] = {"predicted_s": None, "speed_up": None, "best": False}
+        unknown |= {"memory_bytes": [], "measured_memory_bytes": []}
+        times = {"measured": _times(unplaced, contended=False), "speed_up_is": "measured"}
+        rows.append({"name": UNPLACED, **unknown, **times, "why": unplaced.failure})
     return rows
 
 
-def _measured(found: Result, row: Candidate) -> dict[str, Any] | None:
-    if row.measurement is not None:
-        return _runs(row.measurement, loaded=found.contended)
-    known = _recorded(found) or {}
-    of_wall = _how(found) == "measured"  # as are spread and shortest time
-    if row is found.best and "step_s" in known:
-        half = float(known["spread"]) / 2 if of_wall and "spread" in known else None
-        min_s = known.get("wall_min_s") if of_wall else None
-        wall_s = known.get("wall_median_s")
-        return _rounds(float(known["step_s"]), wall_s, half, min_s, known.get("rounds"))
-    if row is found.single and "single_device_step_s" in known:
-        min_s = known.get("single_device_wall_min_s") if of_wall else None
-        wall_s = known.get("single_device_wall_median_s")
-        return _rounds(float(known["single_device_step_s"]), wall_s, min_s=min_s)
-    return None
-
-
-def _measured_memory(found: Result, row: Candidate) -> list[int | None]:
-    peaks: Mapping[str, int] = {}
-    if row.measurement is not None:
-        peaks = row.measurement.peak_memory_bytes
-    elif row is found.best:
-        peaks = (_recorded(found) or {}).get("peak_memory_bytes", {})
-    return [peaks.get(name) for name in found.problem.cluster.names]
-
-
-def _rounds(
-    step_s: float,
-    wall_s: float | None,
-    half: float | None = None,
-    min_s: float | None = None,
-    rounds: int | None = None,
-) -> dict[str, Any]:
-    """Return the runs as a placement file records them; ``half`` is half the relative spread.
-
-    Quartiles of CPU-clock times and of the single device are not recorded.
-    """
-    return {
-        "step_s": step_s,
-        "wall_s": wall_s,
-        "low_s": None if half is None else step_s * (1 - half),
-        "high_s": None if half is None else step_s * (1 + half),
-        "min_s": min_s,
-        "rounds": rounds,
-    }
-
-
-def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
-    if not seen.ok:
+def _times(runs: Measurement, *, contended: bool) -> dict[str, Any] | None:
+    if not runs.ok:
         return None
-    times_s = seen.cpu_clock_s if loaded else seen.wall_s
+    times_s = runs.cpu_clock_s if contended else runs.wall_s
     low_s, high_s = np.percentile(times_s, [25, 75]).tolist()
     return {
-        "step_s": seen.step_s(contended=loaded),
-        "wall_s": seen.median_s,
+        "step_s": runs.step_s(contended=contended),
+        "wall_s": runs.median_s,
         "low_s": low_s,
         "high_s": high_s,
         "min_s": float(times_s.min()),
-        "rounds": len(seen.wall_s),
+        "rounds": len(runs.wall_s),
     }
 
 
