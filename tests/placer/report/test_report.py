@@ -1,4 +1,4 @@
-"""Content of a report, compared with its schedule, and the commands that write it."""
+"""Data of a report, compared with its schedule, and the commands that write it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ from graphs.synthetic.sketches import transformer
 from placer.cli.main import build_parser, main
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
-from placer.report.html import (
-    Source,
-    next_commands,
-    page,
-    report_data,
-    reviewed,
-)
+from placer.report.html import Source, next_commands, page, report_data, reviewed
 from placer.report.html.page import embedded
 from placer.report.html.schedule import thinned, timeline_data
 from placer.result import Result
@@ -40,16 +34,17 @@ from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import fork, one_kind, problem_of, random_case
 
 
-def placed(problem: Problem, seed: int = 0) -> Placement:
+def placed(problem: Problem, seed: int = 0, **fields: Any) -> Placement:
     """Return a random placement that keeps groups together."""
     rng = np.random.default_rng(seed)
     unit = np.where(problem.graph.group < 0, np.arange(problem.op_count), -1 - problem.graph.group)
     devices = rng.integers(problem.device_count, size=problem.op_count).astype(np.int32)[unit]
-    return Placement.of(problem.graph, problem.cluster, devices, rng.random(problem.op_count))
+    placement = Placement.of(problem.graph, problem.cluster, devices, rng.random(problem.op_count))
+    return replace(placement, **fields)
 
 
-def found_in(problem: Problem, budget: str = "300e") -> Result:
-    return optimize_problem(problem, SearchConfig(policy=None, budget=budget, measure=False))
+def optimized(problem: Problem) -> Result:
+    return optimize_problem(problem, SearchConfig(policy=None, budget="300e", measure=False))
 
 
 @settings(max_examples=60)
@@ -83,6 +78,9 @@ def test_the_timeline_is_the_schedule(seed: int) -> None:
             if of == d
         )
         assert busy + waits == schedule.step_ns
+    curves = shown["memory"]
+    assert [curve["peak_bytes"] for curve in curves] == schedule.peak_bytes.tolist()
+    assert [curve["limit_bytes"] for curve in curves] == problem.memory_bytes.tolist()
     on_tracks = [k for track in shown["tracks"] for k in track["transfers"]]
     assert set(on_tracks) == set(range(len(schedule.transfers)))
 
@@ -91,12 +89,8 @@ def test_the_timeline_is_the_schedule(seed: int) -> None:
 @settings(max_examples=30)
 def test_the_largest_of_a_memory_curve_is_the_simulated_peak(seed: int) -> None:
     problem = random_problem(seed, devices=1 + seed % 4)
-    placement = placed(problem, seed)
-    peaks = Simulator(problem).run(*placement.arrays()).peak_bytes.tolist()
-    shown = timeline_data(Simulated(problem), placement)["memory"]
-    assert [max(curve["bytes"]) for curve in shown] == peaks
-    assert [curve["peak_bytes"] for curve in shown] == peaks
-    assert [curve["limit_bytes"] for curve in shown] == problem.memory_bytes.tolist()
+    shown = timeline_data(Simulated(problem), placed(problem, seed))["memory"]
+    assert [max(curve["bytes"]) for curve in shown] == [curve["peak_bytes"] for curve in shown]
 
 
 @given(used=st.lists(st.integers(0, 100), min_size=1, max_size=200), most=st.integers(2, 50))
@@ -112,44 +106,36 @@ def test_a_thinned_curve_keeps_its_largest_and_its_last_value(used: list[int], m
 
 def test_every_op_and_edge_is_shown_as_the_problem_has_it() -> None:
     problem = random_problem(5, unequal=True)
-    found = found_in(problem)
-    shown = report_data(found)["ops"]
+    result = optimized(problem)
+    shown = report_data(result)["ops"]
     assert shown["id"] == list(problem.graph.ids)
-    assert [found.placement.device_names[d] for d in shown["device"]] == [
-        found.device_of(op_id) for op_id in shown["id"]
+    assert [result.placement.device_names[d] for d in shown["device"]] == [
+        result.device_of(op_id) for op_id in shown["id"]
     ]
     assert shown["cost_ns"] == [problem.cost_ns[i, d] for i, d in enumerate(shown["device"])]
     assert [shown["kinds"][k] for k in shown["kind"]] == list(problem.graph.ops)
     assert len(shown["source"]) == len(shown["target"]) == problem.graph.edge_count
+    start, predecessors = problem.graph.predecessor_start, problem.graph.predecessors
     for u, v in zip(shown["source"], shown["target"], strict=True):
-        inputs = problem.graph.predecessors[
-            problem.graph.predecessor_start[v] : problem.graph.predecessor_start[v + 1]
-        ]
-        assert u in inputs
+        assert u in predecessors[start[v] : start[v + 1]]
 
 
 def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> None:
-    found = found_in(random_problem(6))
-    names = found.problem.cluster.names
+    result = optimized(random_problem(6))
     times = np.arange(1.0, 10.0)
+    names = result.problem.cluster.names
     runs = Measurement(wall_s=times, cpu_clock_s=times, peak_memory_bytes={names[0]: 123})
-    best = replace(found.best, measurement=runs)
-    rows = tuple(best if row is found.best else row for row in found.candidates)
     failed = Measurement(wall_s=np.zeros(0), cpu_clock_s=np.zeros(0), failure="a worker died")
-    rows = (*rows[:-1], replace(rows[-1], measurement=failed))
-    measured = replace(found, candidates=rows, best=best, all_cores=runs)
+    best = replace(result.best, measurement=runs)
+    rows = [best if row is result.best else row for row in result.candidates]
+    rows[-1] = replace(rows[-1], measurement=failed)
+    measured = replace(result, candidates=tuple(rows), best=best, all_cores=runs)
     data = report_data(measured)
     shown = {row["name"]: row for row in data["candidates"]}
     assert [row.name for row in rows] == list(shown)[:-1]
     assert [row["name"] for row in data["candidates"] if row["best"]] == [best.name]
-    assert shown[best.name]["measured"] == {
-        "step_s": 5.0,
-        "wall_s": 5.0,
-        "low_s": 3.0,
-        "high_s": 7.0,
-        "min_s": 1.0,
-        "rounds": 9,
-    }
+    expected = {"step_s": 5.0, "wall_s": 5.0, "low_s": 3.0, "high_s": 7.0, "min_s": 1.0}
+    assert shown[best.name]["measured"] == {**expected, "rounds": 9}
     assert shown[rows[-1].name]["measured"] is None
     assert shown[rows[-1].name]["why"] == "a worker died"
     assert shown["not placed"]["measured"]["step_s"] == 5.0
@@ -159,11 +145,11 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     assert data["verdict"] == measured.verdict
 
 
-def test_the_search_is_told_by_its_parts() -> None:
-    found = found_in(random_problem(7))
-    lines = report_data(found)["search"]["lines"]
+def test_a_search_has_a_line_for_each_part() -> None:
+    result = optimized(random_problem(7))
+    lines = report_data(result)["search"]["lines"]
     assert {line["name"] for line in lines} >= {"heuristics", "evolution"}
-    best_s = min(row.predicted_s for row in found.candidates)
+    best_s = min(row.predicted_s for row in result.candidates)
     assert min(line["cost_s"][-1] for line in lines) == pytest.approx(best_s)
     for line in lines:
         assert len(line["evaluations"]) == len(line["seconds"]) == len(line["cost_s"])
@@ -171,7 +157,7 @@ def test_the_search_is_told_by_its_parts() -> None:
 
 def test_micro_batches_have_a_bar_for_every_copy() -> None:
     problem = random_problem(8, ops=10)
-    placement = replace(placed(problem), micro_batches=3)
+    placement = placed(problem, micro_batches=3)
     shown = report_data(reviewed(problem, placement))
     bars = shown["timeline"]["bars"]
     _, schedule = Simulated(problem).run(placement)
@@ -183,66 +169,48 @@ def test_micro_batches_have_a_bar_for_every_copy() -> None:
     assert shown["step_s"] == shown["timeline"]["step_ns"] / 1e9
 
 
-def test_a_placement_that_does_not_fit_says_so_and_is_shown() -> None:
+def test_a_placement_that_does_not_fit_has_no_step_time() -> None:
     problem = random_problem(9, memory_bytes=20_000_000)
-    alone = replace(placed(problem), devices=(0,) * problem.op_count)
-    shown = report_data(reviewed(problem, alone))
+    shown = report_data(reviewed(problem, placed(problem, devices=(0,) * problem.op_count)))
     assert shown["verdict"].startswith("It does not fit.")
     assert shown["step_s"] is None
     curve = shown["timeline"]["memory"][0]
     assert max(curve["bytes"]) > curve["limit_bytes"]
 
 
-def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
+WALL = {"wall_median_s": 0.5, "wall_min_s": 0.45, "single_device_wall_min_s": 0.9}
+RECORDED = {"step_s": 0.5, "single_device_step_s": 1.0, "spread": 0.1, "rounds": 7, **WALL}
+
+
+def test_times_that_a_placement_file_records_are_shown() -> None:
     problem = random_problem(10)
-    measured: dict[str, Any] = {
-        "step_s": 0.5,
-        "single_device_step_s": 1.0,
-        "spread": 0.1,
-        "rounds": 7,
-    }
-    measured |= {"wall_median_s": 0.5, "wall_min_s": 0.45, "single_device_wall_min_s": 0.9}
-    measured["peak_memory_bytes"] = {problem.cluster.names[0]: 7_000_000}
-    data = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    measured = {**RECORDED, "peak_memory_bytes": {problem.cluster.names[0]: 7_000_000}}
+    data = report_data(reviewed(problem, placed(problem, measured=measured)))
     assert data["verdict"].startswith("2.00x faster")
     assert (data["step_s"], data["speed_up"], data["judged"]) == (0.5, 2.0, "measured")
-    [chosen] = [row for row in data["candidates"] if row["best"]]
-    assert (chosen["measured"]["low_s"], chosen["measured"]["high_s"]) == (0.475, 0.525)
+    [best] = [row for row in data["candidates"] if row["best"]]
     [single] = [row for row in data["candidates"] if row["name"] == data["best_single"]]
-    assert single["measured"]["step_s"] == 1.0
-    assert (chosen["measured"]["min_s"], single["measured"]["min_s"]) == (0.45, 0.9)
-    of_best_and_single = {chosen["name"], data["best_single"]}
+    shown = ("step_s", "wall_s", "low_s", "high_s", "min_s", "rounds")
+    assert [best["measured"][key] for key in shown] == [0.5, 0.5, 0.475, 0.525, 0.45, 7]
+    assert [single["measured"][key] for key in shown] == [1.0, None, None, None, 0.9, None]
     for row in data["candidates"]:  # the others were not run and are compared by prediction
-        is_known = row["name"] in of_best_and_single
-        assert row["speed_up_is"] == ("measured" if is_known else "predicted")
+        assert row["speed_up_is"] == ("measured" if row in (best, single) else "predicted")
     assert data["speed_up_is"] == "measured"
-    assert chosen["measured_memory_bytes"] == [7_000_000, None, None]
-    rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
-    [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
-    assert chosen["measured"]["low_s"] is chosen["measured"]["high_s"] is None  # of the other clock
-    assert chosen["measured"]["min_s"] is None  # likewise
+    assert best["measured_memory_bytes"] == [7_000_000, None, None]
 
 
-def test_quartiles_that_a_file_does_not_keep_are_not_drawn_and_its_two_clocks_are_told() -> None:
+@pytest.mark.parametrize("of_single", [{"single_device_wall_median_s": 2.5}, {}])
+def test_recorded_cpu_clock_times_have_no_quartiles_of_the_wall_clock(
+    of_single: dict[str, float],
+) -> None:
     problem = random_problem(10)
-    measured: dict[str, Any] = {
-        "step_s": 0.5,
-        "wall_median_s": 2.0,
-        "spread": 0.1,
-        "single_device_step_s": 1.0,
-        "single_device_wall_median_s": 2.5,
-    }
-    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
-    assert found["verdict"].startswith("2.00x faster")
-    assert "(1.25x by the wall clock" in found["verdict"]
-    of_wall = replace(placed(problem), measured={**measured, "step_s": 2.0})
-    for data, known in ((found, 0), (report_data(reviewed(problem, of_wall)), 1)):
-        seen = [row["measured"] for row in data["candidates"] if row["measured"] is not None]
-        assert len(seen) == 2
-        assert sum(runs["low_s"] is not None for runs in seen) == known
-    del measured["single_device_wall_median_s"]
-    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
-    assert "wall clock" not in found["verdict"]
+    measured = {**RECORDED, "wall_median_s": 2.0, **of_single}
+    data = report_data(reviewed(problem, placed(problem, measured=measured)))
+    assert (data["judged"], data["wall_s"], data["speed_up"]) == ("cpu-clock", 2.0, 2.0)
+    assert ("1.25x by the wall clock" in data["verdict"]) == bool(of_single)
+    runs = [row["measured"] for row in data["candidates"] if row["measured"]]
+    assert len(runs) == 2
+    assert {run[key] for run in runs for key in ("low_s", "high_s", "min_s")} == {None}
 
 
 def test_a_step_that_takes_no_time_is_shown() -> None:
@@ -268,23 +236,22 @@ def test_no_name_ends_the_data_in_the_page(name: str) -> None:
     assert json.loads(text) == {"id": [name]}
 
 
-@pytest.mark.parametrize(
-    ("target", "cluster", "devices"),
-    [
-        ("graph.json", None, ("core:0", "core:1")),
-        ("my model.py:build", Path("a cluster.toml"), ("cuda:0", "cpu")),
-        ("my model.py:build", None, ("core:0", "core:1")),
-    ],
-)
-def test_every_command_that_is_named_can_be_given(
-    target: str, cluster: Path | None, devices: tuple[str, ...]
+def data_of(path: Path) -> dict[str, Any]:
+    text = path.read_text().partition('id="data">')[2].partition("</script>")[0]
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+@pytest.mark.parametrize("target", ["graph.json", "my model.py:build"])
+@pytest.mark.parametrize("devices", [("core:0", "core:1"), ("cuda:0", "cpu")])
+def test_the_command_line_accepts_every_suggested_command(
+    target: str, devices: tuple[str, ...]
 ) -> None:
-    place = ["--cluster", str(cluster)] if cluster else ["--devices", ",".join(devices)]
     source = Source(
         placement=Path("out/the placement.json"),
         target=target,
         devices=devices,
-        place=["--cluster", "cluster.toml"] if target == "graph.json" else place,
+        place=["--cluster", "a cluster.toml"],
         model=[] if target == "graph.json" else ["--inference"],
         search=["--pin", "embed=core:0"],
     )
@@ -298,20 +265,17 @@ def test_every_command_that_is_named_can_be_given(
 
 
 def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
-    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
     graph, cluster = files()
     out, first, second = (tmp_path / name for name in ("p.json", "first.html", "second.html"))
     arguments = [str(graph), "--cluster", str(cluster)]
     made = ["--budget", "300e", "--out", str(out), "--report", str(first)]
     assert main(["optimize", *arguments, *made]) == 0
-    assert f"report: {first}" in capsys.readouterr().err
     assert main(["show", str(out), "--html", str(second), "--target", *arguments]) == 0
     one, two = (data_of(path) for path in (first, second))
-    assert one["timeline"] == two["timeline"]
-    assert one["ops"] == two["ops"]
-    assert one["step_s"] == two["step_s"]
-    assert one["commands"] == two["commands"]
+    for key in ("timeline", "ops", "step_s", "commands"):
+        assert one[key] == two[key]
     assert one["search"]["lines"]
     assert not two["search"]["lines"]
     for command in one["commands"]:
@@ -319,30 +283,30 @@ def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
         assert main(words[1:]) == 0
 
 
-ELSEWHERE = """
+CUDA_PAIR = """
 format = "placer-cluster/1"
 [[device]]
-name = "n1:g0"
+name = "cuda:0"
 kind = "gpu"
 memory_bytes = 1_000_000_000
 peak_flop_per_s = 1e9
 bandwidth_bytes_per_s = 1e9
 [[device]]
-name = "n1:g1"
+name = "cuda:1"
 kind = "gpu"
 memory_bytes = 1_000_000_000
 peak_flop_per_s = 1e9
 bandwidth_bytes_per_s = 1e9
 [[link]]
-between = ["n1:g0", "n1:g1"]
+between = ["cuda:0", "cuda:1"]
 latency_s = 1e-9
 bandwidth_bytes_per_s = 1e12
 """
-CROSSED = """
+TWO_LINEAR = """
 import torch
 from torch import nn
 
-class Crossed(nn.Module):
+class TwoLinear(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
@@ -350,62 +314,50 @@ class Crossed(nn.Module):
         return self.left(x) + self.right(x)
 
 def build():
-    return Crossed(), (torch.ones(256, 64), torch.ones(256, 64)), nn.MSELoss()
+    return TwoLinear(), (torch.ones(256, 64), torch.ones(256, 64)), nn.MSELoss()
 """
 
 
-def test_the_page_says_how_to_train_with_the_placement(tmp_path: Path) -> None:
+def test_the_first_command_of_a_trained_step_runs_it(tmp_path: Path) -> None:
     model, cluster, out, page = (tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html"))
-    model.write_text(CROSSED)
-    cluster.write_text(ELSEWHERE.replace("n1:g", "cuda:"))
+    model.write_text(TWO_LINEAR)
+    cluster.write_text(CUDA_PAIR)
     arguments = [f"{model}:build", "--cluster", str(cluster), "--out", str(out)]
     arguments += ["--budget", "50e", "--report", str(page)]
     assert main(["optimize", *arguments, "--optimizer", "adam"]) == 0
     first, *_ = data_of(page)["commands"]
     words = shlex.split(first["command"])
     assert words[:4] == ["torchrun", "--nproc-per-node=1", "-m", "placer.run"]
-    told = build_parser().parse_args(["run", *words[4:]])
-    assert (told.target, told.placement, told.optimizer) == (f"{model}:build", out, "adam")
+    args = build_parser().parse_args(["run", *words[4:]])
+    assert (args.target, args.placement, args.optimizer) == (f"{model}:build", out, "adam")
     assert main(["optimize", *arguments, "--inference"]) == 0
     assert not any("placer.run" in command["command"] for command in data_of(page)["commands"])
 
 
-def data_of(path: Path) -> dict[str, Any]:
-    text = path.read_text().partition('id="data">')[2].partition("</script>")[0]
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def test_a_report_that_cannot_be_made_says_why(
+def test_a_report_that_cannot_be_made_leaves_no_file(
     files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph, cluster = files()
-    placement = tmp_path / "p.json"
+    placement, out = tmp_path / "p.json", tmp_path / "report.html"
     made = ["--budget", "50e", "--out", str(placement)]
+    target = ["--target", str(graph)]
     assert main(["optimize", str(graph), "--cluster", str(cluster), *made]) == 0
     capsys.readouterr()
-    out = ["--html", str(tmp_path / "report.html")]
-    for words, told in (
+    for words, reason in (
         ([], "does not hold its graph"),
-        (["--target", str(graph)], "--cluster"),
-        (["--target", str(graph), "--cluster", str(cluster), "--inference"], "extracted already"),
+        (target, "--cluster"),
+        ([*target, "--cluster", str(cluster), "--inference"], "extracted already"),
     ):
-        assert main(["show", str(placement), *words, *out]) == 2
-        assert told in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
-    assert main(["show", str(placement), "--target", str(graph), "--html", str(placement)]) == 2
+        assert main(["show", str(placement), *words, "--html", str(out)]) == 2
+        assert reason in capsys.readouterr().err
+    assert main(["show", str(placement), *target, "--html", str(placement)]) == 2
     assert "are the same file" in capsys.readouterr().err
-
-
-def test_a_placement_that_cannot_run_has_no_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    graph, cluster, out = (tmp_path / name for name in ("g.json", "c.toml", "p.json"))
-    save_graph(fork(1), graph)
+    save_graph(fork(1), graph)  # a placement that cannot run
     cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
-    out.write_text(json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}}))
-    page_file = tmp_path / "report.html"
-    words = ["--target", str(graph), "--cluster", str(cluster), "--html", str(page_file)]
-    assert main(["show", str(out), *words]) == 1
+    placement.write_text(
+        json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}})
+    )
+    words = [*target, "--cluster", str(cluster), "--html", str(out)]
+    assert main(["show", str(placement), *words]) == 1
     assert "no link" in capsys.readouterr().err
-    assert not page_file.exists()
+    assert not out.exists()

@@ -14,7 +14,6 @@ import pytest
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.hardware.units import milliseconds
 from envs.measurement import Measurement
-from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
 from graphs.synthetic.inception import inception
@@ -22,7 +21,7 @@ from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
 from placer.report.html import Source, next_commands, report_data, reviewed, write_report
 from placer.result import Result
-from tests.helpers.chromium import chromium, covered_labels, cut_labels, ink_of, opened
+from tests.helpers.chromium import covered_labels, cut_labels, ink_of, opened
 from tests.helpers.in_turn import in_turn
 from tests.helpers.random_problems import random_problem
 
@@ -32,66 +31,63 @@ if TYPE_CHECKING:
 SECTIONS = ("won", "where", "when", "memory", "search", "next")
 NAMES = ("cuda:0", "cuda:1", "cpu")
 MEASURED_BYTES = {"cuda:0": 123_000_000, "cuda:1": 45_000_000}
-RUDE = "</script><img src=x onerror=alert(1)>:loss"
+HOSTILE = "</script><img src=x onerror=alert(1)>:loss"
 
 
-def measured(found: Result) -> Result:
-    """Add measurements with a little scatter to the best and the single-device rows, on GPUs."""
+def optimized(problem: Problem) -> Result:
+    return optimize_problem(problem, SearchConfig(policy=None, budget="300e", measure=False))
+
+
+def measured(result: Result, slower: float = 1.0, **fields: Any) -> Result:
+    """Add measurements with a little scatter to the best and the single-device candidates.
+
+    Wall times are so many times the CPU-clock times.
+    """
     scatter = np.linspace(0.95, 1.1, 9)
     rows = tuple(
         replace(
-            row, measurement=Measurement(wall_s=s, cpu_clock_s=s, peak_memory_bytes=MEASURED_BYTES)
+            row,
+            measurement=Measurement(
+                wall_s=s * slower, cpu_clock_s=s, peak_memory_bytes=MEASURED_BYTES
+            ),
         )
-        if row is found.best or row is found.single
+        if row is result.best or row is result.single
         else row
-        for row in found.candidates
+        for row in result.candidates
         for s in [row.predicted_s * scatter]
     )
-    best = rows[found.candidates.index(found.best)]
-    return replace(found, candidates=rows, best=best)
+    best = rows[result.candidates.index(result.best)]
+    return replace(result, candidates=rows, best=best, **fields)
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a report of Inception on two GPUs and a small CPU; one op has a hostile name."""
-    cluster = Cluster(
-        name="three",
-        devices=tuple(
-            Device(name=name, kind=name[:3], memory_bytes=16 * 10**9 if name != "cpu" else 10**9)
-            for name in NAMES
-        ),
-        links=(Link(between=NAMES, latency_s=5e-6, bandwidth_bytes_per_s=12e9),),
-    )
-    graph = inception(blocks=3)
-    graph = nx.relabel_nodes(graph, {"loss:cross_entropy": RUDE})
-    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-    found = optimize_problem(problem, SearchConfig(policy=None, budget="300e", measure=False))
+    memory = {"cuda:0": 16 * 10**9, "cuda:1": 16 * 10**9, "cpu": 10**9}
+    devices = (Device(name=n, kind=n[:3], memory_bytes=size) for n, size in memory.items())
+    links = (Link(between=NAMES, latency_s=5e-6, bandwidth_bytes_per_s=12e9),)
+    cluster = Cluster(name="three", devices=tuple(devices), links=links)
+    graph = nx.relabel_nodes(inception(blocks=3), {"loss:cross_entropy": HOSTILE})
+    result = measured(optimized(Problem.of(GraphArrays.from_graph(graph), cluster)))
     path = tmp_path_factory.mktemp("report") / "report.html"
     source = Source(
         placement=Path("placement.json"), target="model.py:build", devices=NAMES, place=()
     )
-    write_report(report_data(measured(found), next_commands(source)), path)
+    write_report(report_data(result, next_commands(source)), path)
     return path
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
-in_both_themes = pytest.mark.parametrize(
-    "page", in_turn(["light", "dark"], slow=["dark"]), indirect=True
-)
-on_a_phone = pytest.mark.parametrize("page", [360], indirect=True)
+def in_theme(*themes: str | int) -> pytest.MarkDecorator:
+    """Open the page in these themes, dark ones in slow tests only, or at these widths."""
+    return pytest.mark.parametrize("page", in_turn(themes, slow=["dark"]), indirect=True)
 
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Page]:
     asked = getattr(request, "param", "light")
     width = asked if isinstance(asked, int) else 1280
-    with opened(browser, report, width=width, dark=asked == "dark") as found:
-        yield found
+    with opened(browser, report, width=width, dark=asked == "dark") as page:
+        yield page
 
 
 def where(page: Page, node: str) -> dict[str, float]:
@@ -108,7 +104,7 @@ def details(page: Page) -> str:
     return page.locator(".details").inner_text()
 
 
-@in_both_themes
+@in_theme("light", "dark")
 def test_every_section_is_drawn(page: Page) -> None:
     for name in SECTIONS:
         colours, share = ink_of(page, page.locator(f"#{name}").screenshot())
@@ -120,9 +116,7 @@ def test_every_section_is_drawn(page: Page) -> None:
         assert share > 0.04
 
 
-@pytest.mark.parametrize(
-    "page", [*in_turn(["light", "dark"], slow=["dark"]), 360, 599], indirect=True
-)
+@in_theme("light", "dark", 360, 599)
 def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
     for summary in page.locator("summary").all():
         summary.click()
@@ -137,7 +131,7 @@ def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Pag
     assert covered_labels(page) == []
 
 
-@on_a_phone
+@in_theme(360)
 def test_on_a_phone_text_is_as_large_and_charts_and_tables_scroll(page: Page) -> None:
     page.get_by_text("The numbers").first.click()
     page.locator("#won tbody tr").first.wait_for()
@@ -154,7 +148,7 @@ def test_on_a_phone_text_is_as_large_and_charts_and_tables_scroll(page: Page) ->
     assert page.evaluate("timeToX(STEP) - timeToX(0)") > 200
 
 
-@pytest.mark.parametrize("page", ["light", 360], indirect=True)
+@in_theme("light", 360)
 def test_the_graph_begins_as_fit_makes_it_and_fit_cuts_no_node_off(page: Page) -> None:
     seen = "[graph.scale, graph.x, graph.y]"
     begin = page.evaluate(seen)
@@ -194,74 +188,45 @@ def test_labels_of_an_axis_by_powers_of_ten_do_not_overlap(page: Page) -> None:
 def test_speed_ups_and_peaks_say_whether_they_are_measured(page: Page) -> None:
     page.get_by_text("The numbers").first.click()
     page.locator("#won tbody tr").first.wait_for()
-    told = page.locator("#won tbody tr").all_inner_texts()
-    assert sum("× measured" in row for row in told) == 2
-    assert sum("× predicted" in row for row in told) > 2
+    rows = page.locator("#won tbody tr").all_inner_texts()
+    assert sum("× measured" in row for row in rows) == 2
+    assert sum("× predicted" in row for row in rows) > 2
     captions = page.locator("#memory figcaption").all_inner_texts()
     assert "123\u00a0MB measured" in captions[0]
     assert "not measured" in captions[2]
 
 
-def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar(
+def test_a_busy_machine_shows_both_clocks_and_no_bar_of_the_unplaced_step(
     browser: Browser, tmp_path: Path
 ) -> None:
-    names = ("core:0", "core:1")
-    cluster = Cluster(
-        name="two",
-        devices=tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names),
-        links=(Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
-    )
-    problem = Problem.of(GraphArrays.from_graph(inception(blocks=2)), cluster)
-    found = measured(
-        optimize_problem(problem, SearchConfig(policy=None, budget="100e", measure=False))
-    )
-    runs = {
-        row.name: replace(seen, wall_s=5 * seen.wall_s, peak_memory_bytes={})
-        for row in found.candidates
-        if (seen := row.measurement) is not None
-    }
-    rows = tuple(replace(row, measurement=runs.get(row.name)) for row in found.candidates)
     unplaced = Measurement(wall_s=np.full(9, 1.372), cpu_clock_s=np.full(9, 1.372))
-    best = rows[found.candidates.index(found.best)]
-    assert best.measurement is not None
-    wall_ms = milliseconds(best.measurement.median_s)
-    rebuilt_ms = milliseconds(best.measurement.cpu_clock_median_s)
+    result = measured(optimized(random_problem(10)), slower=5.0, all_cores=unplaced)
+    runs = result.best.measurement
+    assert runs is not None
+    wall, cpu = (f"{milliseconds(s)}\u00a0ms" for s in (runs.median_s, runs.cpu_clock_median_s))
     path = tmp_path / "report.html"
-    write_report(report_data(replace(found, candidates=rows, best=best, all_cores=unplaced)), path)
-    page = browser.new_page(viewport={"width": 1280, "height": 800})
-    page.goto(path.as_uri())
-    chart = page.locator("#won .chart")
-    bars = chart.locator("g.candidate").filter(has_text="not placed")
-    assert bars.locator("rect").count() == 0
-    assert chart.locator(".whisker").count() >= 1
-    assert (
-        bars.get_by_text(f"by the wall clock, to be compared with {wall_ms}\u00a0ms").count() == 1
-    )
-    assert chart.get_by_text(f"{rebuilt_ms}\u00a0ms CPU clock, {wall_ms}\u00a0ms wall").count() == 1
-    assert f"{wall_ms}\u00a0ms" in page.locator(".figures").inner_text()
-    page.close()
-
-
-def test_no_whisker_is_drawn_where_a_file_keeps_no_quartiles(
-    browser: Browser, tmp_path: Path
-) -> None:
-    problem = random_problem(10)
-    devices = np.zeros(problem.op_count, np.int32)
-    placement = Placement.of(problem.graph, problem.cluster, devices, np.zeros(problem.op_count))
-    runs = {"step_s": 0.5, "wall_median_s": 2.0, "spread": 0.1, "single_device_step_s": 1.0}
-    path = tmp_path / "report.html"
-    write_report(report_data(reviewed(problem, replace(placement, measured=runs))), path)
+    write_report(report_data(result), path)
     with opened(browser, path) as page:
         chart = page.locator("#won .chart")
-        assert chart.locator("rect.measured").count() >= 1
-        assert chart.locator(".whisker").count() == 0
+        bars = chart.locator("g.candidate").filter(has_text="not placed")
+        assert bars.locator("rect").count() == 0
+        assert bars.get_by_text(f"by the wall clock, to be compared with {wall}").count() == 1
+        assert chart.locator(".whisker").count() >= 1
+        assert chart.get_by_text(f"{cpu} CPU clock, {wall} wall").count() == 1
+        assert wall in page.locator(".figures").inner_text()
+    recorded = {"step_s": 0.5, "wall_median_s": 2.0, "single_device_step_s": 1.0}  # no quartiles
+    again = reviewed(result.problem, replace(result.placement, measured=recorded))
+    write_report(report_data(again), path)
+    with opened(browser, path) as page:
+        assert page.locator("#won .chart rect.measured").count() >= 1
+        assert page.locator("#won .chart .whisker").count() == 0
 
 
 @pytest.mark.parametrize(
     "label", ["a.layer.0.attention · softmax_backward", "encoder.weight", "convolution_backward"]
 )
 def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: str) -> None:
-    told = page.evaluate(
+    widths = page.evaluate(
         """label => {
           const context = document.createElement("canvas").getContext("2d");
           context.font = `11.5px ${FONT}`;
@@ -273,9 +238,9 @@ def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: st
         }""",
         label,
     )
-    assert all(fits for _, fits in told)
+    assert all(fits for _, fits in widths)
     last = label.rpartition(" · ")[2].rpartition(".")[2]
-    shown = list(dict.fromkeys(text for text, _ in told))
+    shown = list(dict.fromkeys(text for text, _ in widths))
     assert (shown[0], shown[-1]) == ("", label)
     for text in shown[1:-1]:
         assert len(text) >= 5
@@ -290,7 +255,7 @@ def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: st
             assert text == last
 
 
-def test_first_finds_far_above_the_others_do_not_flatten_the_search(page: Page) -> None:
+def test_a_first_value_far_above_the_others_does_not_flatten_the_search_chart(page: Page) -> None:
     heights, notes = [], []
     for first_s in (0.02, 9.0):
         page.evaluate(
@@ -321,19 +286,9 @@ def test_first_finds_far_above_the_others_do_not_flatten_the_search(page: Page) 
     assert heights[1] >= heights[0]
 
 
-def test_times_are_told_as_in_the_terminal(page: Page) -> None:
+def test_times_are_formatted_as_in_the_terminal(page: Page) -> None:
     for seconds in (0.0261, 0.35214, 0.00955, 0.0011234, 0.7):
         assert page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"
-
-
-def test_a_click_on_a_node_shows_what_it_is(page: Page) -> None:
-    node = "graph.layout.nodes.find((node) => !node.isGroup && toScreen(node).y < 600)"
-    place = where(page, node)
-    graph_canvas(page).click(position=place)
-    op_id = page.evaluate("ops.id[graph.selected.key]")
-    told = details(page)
-    assert op_id in told
-    assert any(name in told for name in NAMES)
 
 
 def test_search_finds_an_op_and_opens_the_modules_around_it(page: Page) -> None:
@@ -347,9 +302,9 @@ def test_search_finds_an_op_and_opens_the_modules_around_it(page: Page) -> None:
 
 def test_names_are_text_whatever_they_hold(page: Page) -> None:
     page.fill("#find-op", "onerror")
-    assert page.locator(".matches button").first.inner_text() == RUDE
+    assert page.locator(".matches button").first.inner_text() == HOSTILE
     page.press("#find-op", "Enter")
-    assert RUDE in details(page)
+    assert HOSTILE in details(page)
     assert page.locator("img").count() == 0
 
 
@@ -366,20 +321,6 @@ def test_modules_open_and_close(page: Page) -> None:
     page.get_by_role("button", name="Close mixed", exact=True).click()
     assert page.evaluate("graph.layout.nodes.length") < page.evaluate("N")
     assert page.evaluate("graph.selected.key.path") == "mixed"
-
-
-def test_every_op_is_in_one_node_and_nodes_do_not_overlap(page: Page) -> None:
-    for name in ("Close all", "Open all"):
-        page.get_by_role("button", name=name).click()
-        assert page.evaluate("graph.layout.nodes.flatMap((node) => node.ops).length") == (
-            page.evaluate("new Set(graph.layout.nodes.flatMap((node) => node.ops)).size")
-        )
-        near = page.evaluate(
-            """graph.layout.layers.flatMap((layer) => layer.slice(1).map((node, k) =>
-                 node.x - layer[k].x)).filter((gap) => gap < NODE.width)"""
-        )
-        assert near == []
-    assert page.evaluate("graph.layout.edges.every(({ a, b }) => a.layer < b.layer)")
 
 
 def test_everything_can_be_done_by_keys(page: Page) -> None:
@@ -404,16 +345,16 @@ def test_everything_can_be_done_by_keys(page: Page) -> None:
     assert page.evaluate("graph.layout.nodes.length") > few
     page.locator("#when canvas[tabindex]").focus()
     page.keyboard.press("ArrowRight")
-    told = page.locator(".told").inner_text()
+    text = page.locator(".told").inner_text()
     page.keyboard.press("ArrowRight")
-    assert page.locator(".told").inner_text() != told
+    assert page.locator(".told").inner_text() != text
     page.keyboard.press("+")
     assert page.evaluate("gantt.end - gantt.begin < STEP")
     page.keyboard.press("0")
     assert page.evaluate("gantt.end - gantt.begin === STEP")
 
 
-def test_a_click_in_the_timeline_tells_why_a_device_is_idle(page: Page) -> None:
+def test_a_click_in_the_timeline_says_why_a_device_is_idle(page: Page) -> None:
     place = page.evaluate(
         """(() => {
           const row = gantt.rows.find((row) => row.items.some((item) => item.kind === "idle"));

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals and with odd names: numbers are not cut, names are not markup."""
+"""Tables of results on narrow terminals, with odd names, and of runs on a busy machine."""
 
 from __future__ import annotations
 
@@ -75,34 +75,50 @@ def result_on(names: tuple[str, ...]) -> Result:
     )
 
 
-def printed_of(found: Result, width: int, *, verbose: bool = False) -> str:
+def busy(result: Result, *slower: float) -> Result:
+    """Return the result with the wall times of its candidates that many times their CPU clocks."""
+    rows = tuple(
+        replace(row, measurement=replace(runs, wall_s=runs.cpu_clock_s * ratio))
+        for row, ratio in zip(result.candidates, slower, strict=False)
+        if (runs := row.measurement) is not None
+    )
+    return replace(result, candidates=rows, best=rows[0])
+
+
+def printed(result: Result, width: int, *, verbose: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, markup=False, highlight=False)
-    print_result(found, console, verbose=verbose)
+    print_result(result, console, verbose=verbose)
     return out.getvalue()
 
 
+def ratios(text: str) -> list[str]:
+    return re.findall(r"([\d.]+) ?x", text)
+
+
+@pytest.fixture
+def quiet() -> Result:
+    """Return a result on two cores that were not busy."""
+    return result_on(("core:0", "core:1"))
+
+
 def test_no_number_is_cut_on_eighty_columns() -> None:
-    text = printed_of(result_on(tuple(f"core:{i}" for i in range(4))), 80)
+    text = printed(result_on(tuple(f"core:{i}" for i in range(4))), 80)
     assert "\u2026" not in text
     for number in ("352.1", "597.4"):
         assert number in text
     assert text.count("194") >= 3 * 4
 
 
-def test_many_devices_have_no_rows_and_no_cells_of_their_own() -> None:
+def test_tables_of_a_thousand_devices_are_short(quiet: Result) -> None:
     names = tuple(f"core:{i}" for i in range(1000))
-    found = result_on(names[:2])
-    cluster = Cluster(
-        name="wide",
-        devices=tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names),
-    )
-    problem = Problem.of(found.problem.graph, cluster)
-    one = found.candidates[1].prediction
+    devices = tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names)
+    problem = Problem.of(quiet.problem.graph, Cluster(name="wide", devices=devices))
+    one = quiet.candidates[1].prediction
     assert one is not None
     single = [
         replace(
-            found.candidates[1],
+            quiet.candidates[1],
             name=f"single {name}",
             prediction=replace(
                 one,
@@ -113,9 +129,9 @@ def test_many_devices_have_no_rows_and_no_cells_of_their_own() -> None:
         )
         for i, name in enumerate(names)
     ]
-    rows = (replace(found.candidates[0], measurement=None), *single)
-    wide = replace(found, problem=problem, candidates=rows, best=single[3])
-    text = printed_of(wide, 200, verbose=True)
+    rows = (replace(quiet.candidates[0], measurement=None), *single)
+    wide = replace(quiet, problem=problem, candidates=rows, best=single[3])
+    text = printed(wide, 200, verbose=True)
     assert len(text) < 3000
     shown = re.findall(r"^[ >]*single core:(\d+)", text, re.MULTILINE)
     assert shown == [str(i) for i in (3, *range(993, 1000))]
@@ -124,114 +140,85 @@ def test_many_devices_have_no_rows_and_no_cells_of_their_own() -> None:
 
 
 def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    found = result_on(("core:0", "[/red]"))
+    result = result_on(("core:0", "[/red]"))
     console = stdout_console()
-    print_result(found, console)
-    print_placement(found.placement, console)
-    print_cluster(found.problem.cluster, console)
+    print_result(result, console)
+    print_placement(result.placement, console)
+    print_cluster(result.problem.cluster, console)
     text = capsys.readouterr().out
     for name in ("model[/home]", "[/red]", "[/b]me", "[/x] cluster"):
         assert name in text
 
 
-def test_the_verdict_compares_with_the_unplaced_step_by_shortest_and_median_times() -> None:
-    slower = result_on(("core:0", "core:1"))
-    quick = np.full(7, 0.2)
-    faster = replace(slower, all_cores=Measurement(wall_s=quick, cpu_clock_s=quick))
-    assert ratios(slower.verdict) == ["1.70x", "1.70x", "1.70x"]
-    assert ratios(faster.verdict) == ["1.70x", "1.76x", "1.78x"]
-    assert ratios(replace(slower, all_cores=slower.best.measurement).verdict) == ["1.70x"]
-    failed = replace(slower.all_cores, failure="it died") if slower.all_cores else None
-    assert ratios(replace(slower, all_cores=failed).verdict) == ["1.70x"]
-    assert "not placed" in printed_of(faster, 100)
+def test_the_verdict_compares_with_the_unplaced_step_by_shortest_and_median_times(
+    quiet: Result,
+) -> None:
+    runs = Measurement(wall_s=np.full(7, 0.2), cpu_clock_s=np.full(7, 0.2))
+    faster = replace(quiet, all_cores=runs)
+    assert ratios(quiet.verdict) == ["1.70", "1.70", "1.70"]
+    assert ratios(faster.verdict) == ["1.70", "1.76", "1.78"]
+    for unplaced in (quiet.best.measurement, replace(runs, failure="it died")):
+        assert ratios(replace(quiet, all_cores=unplaced).verdict) == ["1.70"]
+    assert "not placed" in printed(faster, 100)
 
 
-def ratios(verdict: str) -> list[str]:
-    return re.findall(r"[\d.]+x", verdict)
-
-
-def test_the_chosen_row_is_marked_and_why_it_is_chosen_is_told() -> None:
-    found = result_on(("core:0", "core:1"))
-    [marked] = [line for line in printed_of(found, 900).splitlines() if "> ann" in line]
+def test_the_chosen_row_is_marked_and_a_tie_is_called_one(quiet: Result) -> None:
+    lines = printed(quiet, 900).splitlines()
+    [marked] = [line for line in lines if "> ann" in line]
     assert "352.1" in marked
-    assert printed_of(found, 900).splitlines()[-1].startswith("Best: annealing")
-    ahead = replace(found.candidates[0], name="ETF")
-    runs = ahead.measurement
+    assert lines[-1].startswith("Best: annealing")
+    runs = quiet.best.measurement
     assert runs is not None
-    ahead = replace(ahead, measurement=replace(runs, wall_s=runs.wall_s * 0.999))
-    text = printed_of(replace(found, candidates=(ahead, *found.candidates)), 900)
+    ahead = replace(quiet.best, name="ETF", measurement=replace(runs, wall_s=runs.wall_s * 0.999))
+    text = printed(replace(quiet, candidates=(ahead, *quiet.candidates)), 900)
     assert "within noise" in text
 
 
-def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
-    quiet = result_on(("core:0", "core:1"))
-    rows = tuple(
-        replace(row, measurement=replace(seen, wall_s=seen.wall_s * slower))
-        for row, slower in zip(quiet.candidates, (3.0, 2.0, 2.0), strict=True)
-        if (seen := row.measurement) is not None
-    )
-    found = replace(quiet, candidates=rows, best=rows[0], all_cores=None)
-    assert ratios(found.verdict) == ["1.70x", "1.13x"]
-    assert any("CPU-clock time" in remark for remark in found.remarks)
+def test_a_busy_machine_counts_cpu_clock_times_and_shows_wall_times(quiet: Result) -> None:
+    result = replace(busy(quiet, 3.0, 2.0), all_cores=None)
+    assert ratios(result.verdict) == ["1.70", "1.13"]
+    assert any("CPU-clock time" in remark for remark in result.remarks)
     assert not any("CPU-clock" in remark for remark in quiet.remarks)
-    [best] = [row for row in report_data(found)["candidates"] if row["best"]]
-    seen = best["measured"]
-    assert seen["min_s"] <= seen["low_s"] <= seen["step_s"] <= seen["high_s"]
-    assert seen["wall_s"] == pytest.approx(3 * seen["step_s"])
-    data = report_data(found)
-    assert (data["judged"], data["wall_s"]) == ("cpu-clock", seen["wall_s"])
-    assert "1067 ms" in printed_of(replace(found, all_cores=quiet.all_cores), 800, verbose=True)
+    data = report_data(result)
+    [best] = [row["measured"] for row in data["candidates"] if row["best"]]
+    assert best["min_s"] <= best["low_s"] <= best["step_s"] <= best["high_s"]
+    assert best["wall_s"] == pytest.approx(3 * best["step_s"])
+    assert (data["judged"], data["wall_s"]) == ("cpu-clock", best["wall_s"])
+    assert "1067 ms" in printed(replace(result, all_cores=quiet.all_cores), 800, verbose=True)
 
 
-def test_a_busy_machine_judges_no_unplaced_step_and_says_how_busy_it_was() -> None:
-    quiet = result_on(("core:0", "core:1"))
-    rows = tuple(
-        replace(row, measurement=replace(seen, wall_s=seen.cpu_clock_s * slower))
-        for row, slower in zip(quiet.candidates, (34.0, 2.0, 1.0), strict=True)
-        if (seen := row.measurement) is not None
-    )
-    found = replace(quiet, candidates=rows, best=rows[0])
-    assert found.all_cores is not None
-    assert len(ratios(found.verdict)) == 2
-    [told] = [remark for remark in found.remarks if "was busy" in remark]
-    assert re.findall(r"[\d.]+ x", told) == ["18 x", "2 x", "1.15 x"]
-    [told] = [r for r in replace(found, candidates=rows[:1]).remarks if "was busy" in r]
-    assert re.findall(r"[\d.]+ x", told) == ["34 x", "1.15 x"]
+def test_a_busy_machine_compares_no_unplaced_step_and_says_how_busy_it_was(quiet: Result) -> None:
+    result = busy(quiet, 34.0, 2.0)
+    assert result.all_cores is not None
+    assert len(ratios(result.verdict)) == 2
+    for contended, slower in ((result, ["18", "2", "1.15"]), (busy(quiet, 34.0), ["34", "1.15"])):
+        [remark] = [remark for remark in contended.remarks if "was busy" in remark]
+        assert ratios(remark) == slower
 
 
-def test_links_that_were_measured_on_a_busy_machine_are_told() -> None:
-    found = result_on(("core:0", "core:1"))
-    assert not any("links" in remark for remark in found.remarks)
-    first, second = found.problem.cluster.devices
-    cluster = replace(found.problem.cluster, devices=(first, replace(second, contention=28.4)))
-    problem = Problem.of(found.problem.graph, cluster)
-    [told] = [remark for remark in replace(found, problem=problem).remarks if "links" in remark]
-    assert "core:1 28.4 x" in told
+def test_links_that_were_measured_on_a_busy_machine_are_named(quiet: Result) -> None:
+    assert not any("links" in remark for remark in quiet.remarks)
+    first, second = quiet.problem.cluster.devices
+    cluster = replace(quiet.problem.cluster, devices=(first, replace(second, contention=28.4)))
+    contended = replace(quiet, problem=Problem.of(quiet.problem.graph, cluster))
+    [remark] = [remark for remark in contended.remarks if "links" in remark]
+    assert "core:1 28.4 x" in remark
 
 
-def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
-    quiet = result_on(("core:0", "core:1"))
-    table = step_table(Steps.of("m", quiet), "two cores")
-    assert table.rows[0][2:4] == ("603.4", "355.6")
-    rows = tuple(
-        replace(row, measurement=replace(seen, wall_s=3 * seen.wall_s))
-        for row in quiet.candidates
-        if (seen := row.measurement) is not None
-    )
-    table = step_table(Steps.of("m", replace(quiet, candidates=rows, best=rows[0])), "two cores")
-    assert table.rows[0][2:4] == ("603.4 (1810.1)", "355.6 (1066.9)")
+def test_the_evidence_of_a_busy_machine_has_both_clocks(quiet: Result) -> None:
+    for result, cells in (
+        (quiet, ("603.4", "355.6")),
+        (busy(quiet, 3.0, 3.0, 3.0), ("603.4 (1810.1)", "355.6 (1066.9)")),
+    ):
+        assert step_table(Steps.of("m", result), "two cores").rows[0][2:4] == cells
 
 
-def test_what_a_placement_file_keeps_of_both_clocks_is_printed(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("clock", ["cpu", "wall"])
+def test_both_clocks_of_a_placement_file_are_printed(
+    quiet: Result, clock: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    placement = result_on(("core:0", "core:1")).placement
-    seen = {"step_s": 0.05857, "clock": "cpu", "wall_median_s": 0.3199}
-    print_placement(replace(placement, measured=seen), stdout_console())
-    told = capsys.readouterr().out
-    assert "58.57 ms" in told
-    assert "319.9 ms" in told
-    print_placement(replace(placement, measured={**seen, "clock": "wall"}), stdout_console())
-    told = capsys.readouterr().out
-    assert "58.57 ms" in told
-    assert "319.9 ms" not in told
+    measured = {"step_s": 0.05857, "clock": clock, "wall_median_s": 0.3199}
+    print_placement(replace(quiet.placement, measured=measured), stdout_console())
+    text = capsys.readouterr().out
+    assert "58.57 ms" in text
+    assert ("319.9 ms" in text) == (clock == "cpu")
