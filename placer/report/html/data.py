@@ -22,20 +22,20 @@ Unknown numbers are null. Times are whole nanoseconds (``_ns``) where there are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 
+from envs.hardware.units import ratio_of
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.graph import PHASES
 from placer.messages import CPU_CLOCK
-from placer.milliseconds import ratio_of
 from placer.report.html.commands import Command
 from placer.report.html.schedule import timeline_data
 from placer.result import Result
@@ -186,7 +186,7 @@ class Runs:
 
     def memory_bytes(self, row: Candidate) -> list[int | None]:
         """Return the measured peak of each device."""
-        peaks = {}
+        peaks: Mapping[str, int] = {}
         if row.measurement is not None:
             peaks = row.measurement.peak_memory_bytes
         elif row is self.result.best:

@@ -22,7 +22,6 @@ from placer.pipeline import optimize_problem
 from placer.report.html import Source, next_commands, report_data, reviewed, write_report
 from placer.result import Result
 from tests.helpers.chromium import covered_labels, cut_labels, ink_of, opened
-from tests.helpers.in_turn import in_turn
 from tests.helpers.random_problems import random_problem
 
 if TYPE_CHECKING:
@@ -79,7 +78,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_theme(*themes: str | int) -> pytest.MarkDecorator:
     """Open the page in these themes, dark ones in slow tests only, or at these widths."""
-    return pytest.mark.parametrize("page", in_turn(themes, slow=["dark"]), indirect=True)
+    pages = [pytest.param(t, marks=pytest.mark.slow) if t == "dark" else t for t in themes]
+    return pytest.mark.parametrize("page", pages, indirect=True)
 
 
 @pytest.fixture
