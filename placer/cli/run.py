@@ -158,7 +158,7 @@ def _request(args: argparse.Namespace) -> RunRequest:
 
 def _remarks(run: Run, ranks: int) -> Iterator[str]:
     """Yield what the run is, and what differs from the plan or is assumed, one line each."""
-    request, sync, names = run.request, run.plan.sync, run.own.device_names
+    request, sync, names = run.request, run.plan.sync, run.local.device_names
     width = len(names)
     title = f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]}"
     if ranks > 1:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from placer.parallel.data import Blocks
     from placer.parallel.grad_sync import GradSync
     from placer.parallel.methods.block_averager import BlockAverager, BlockUpdate
-    from placer.parallel.methods.reductions import HookReduction, ddp_hook
+    from placer.parallel.methods.reductions import HookReduction
     from placer.parallel.methods.registry import SyncConfig
     from placer.parallel.methods.sync import Sync, make_sync
     from placer.parallel.pipelined import PipelinedReplica
@@ -25,7 +25,6 @@ __all__ = [
     "PipelinedReplica",
     "Sync",
     "SyncConfig",
-    "ddp_hook",
     "make_sync",
 ]
 
@@ -38,7 +37,6 @@ _HOMES = {
     "PipelinedReplica": "pipelined",
     "Sync": "methods.sync",
     "SyncConfig": "methods.registry",
-    "ddp_hook": "methods.reductions",
     "make_sync": "methods.sync",
 }
 

@@ -68,10 +68,6 @@ def run_plan(
     """Return how to run a placement on ``ranks`` ranks.
 
     ``overrides`` are fields of :class:`SyncConfig` that the user sets.
-
-    Raises:
-        ValueError: the plan has another number of replicas, its batch is cut differently, or the
-            method does not take an option.
     """
     overrides, plan = dict(overrides or {}), placement.replicas
     if plan is None:

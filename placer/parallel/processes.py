@@ -97,10 +97,6 @@ def on_own_group(placement: Placement, rank: int, first: int, local_ranks: int) 
 
     The placement is for the first group; the k-th device of every group corresponds to the k-th of
     the first. Ranks ``first`` .. ``first + local_ranks - 1`` are on this host.
-
-    Raises:
-        ValueError: a group spans several hosts, the ranks of this host do not match its groups, or
-            the placement uses devices outside the first group.
     """
     assert placement.replicas is not None, "replicas have groups"
     groups = placement.replicas.groups

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import spread_seed
 from envs.placement import Placement
 from envs.runtime import tensor_device
@@ -24,7 +23,7 @@ from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_se
 from placer.parallel.methods.sync import make_sync
 from placer.parallel.plan import RunPlan, RunRequest, run_plan
 from placer.parallel.processes import joined, on_own_devices, rank_count, stop_on_sigterm
-from placer.parallel.training import Checkpoint, Replica, ReplicaOnCores, Trained, train
+from placer.parallel.training import Checkpoint, Replica, Trained, train
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.sources.target import load_function, load_step
 
@@ -36,7 +35,7 @@ class Run:
     request: RunRequest
     plan: RunPlan
     placement: Placement  # as in the file
-    own: Placement  # on the devices of this rank
+    local: Placement  # on the devices of this rank
     is_shared: bool  # whether other ranks of this host use the same devices
     step: Workload
     batches: Batches
@@ -64,18 +63,12 @@ class Run:
 
 
 def prepare_run(request: RunRequest) -> Run:
-    """Load the placement, model and data of this rank; nothing is sent yet.
-
-    Raises:
-        TargetError: the model or the data cannot be loaded.
-        ValueError: the placement is planned for another run, or its devices are not here.
-        OSError: a file cannot be read.
-    """
+    """Load the placement, model and data of this rank; nothing is sent yet."""
     placement = Placement.load(request.placement)
     plan = run_plan(
         placement, ranks=rank_count(), overrides=request.overrides, target=request.target
     )
-    own, is_shared = on_own_devices(placement)
+    local, is_shared = on_own_devices(placement)
     torch.manual_seed(request.seed)  # the same model on all ranks
     step = replace(load_step(request.target, training=True), dtype=request.dtype)
     batches: Batches = MadeUp(step, request.seed)
@@ -94,7 +87,7 @@ def prepare_run(request: RunRequest) -> Run:
         request=request,
         plan=plan,
         placement=placement,
-        own=own,
+        local=local,
         is_shared=is_shared,
         step=step,
         batches=batches,
@@ -108,20 +101,16 @@ def train_rank(
 ) -> Trained:
     """Join the other ranks and train; returns when all ranks are done.
 
-    Args:
-        run: what to do.
-        started: called on rank 0 with the number of ranks, when all have joined and agree.
-        progress: called on rank 0 with each step and its loss.
+    On rank 0 ``started`` is called with the number of ranks, when all have joined and agree, and
+    ``progress`` with each step and its loss.
 
     Raises:
-        ExtractionError: the model cannot be extracted.
         ValueError: ranks differ in their placements or options, or a checkpoint is of another run.
         RuntimeError: another rank is gone; the message names it.
         StoppedError: the launcher stops this rank.
-        OSError: a file cannot be read or written.
     """
     request, sync_config = run.request, run.plan.sync
-    cuda = [name for name in run.own.device_names if name.startswith("cuda")]
+    cuda = [name for name in run.local.device_names if name.startswith("cuda")]
     if cuda:
         torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
     nccl = bool(cuda) and not run.is_shared  # NCCL does not let two ranks share a GPU
@@ -141,9 +130,8 @@ def train_rank(
             if rank == 0:
                 started(ranks)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
-            placed = apply_extracted(extract(run.step, request.extractor), run.own)
-            replica = ReplicaOnCores(placed) if isinstance(placed, PlacedModel) else Replica(placed)
-            slots = dict.fromkeys(map(tensor_device, run.own.device_names))
+            replica = Replica(apply_extracted(extract(run.step, request.extractor), run.local))
+            slots = dict.fromkeys(map(tensor_device, run.local.device_names))
             sync = make_sync(
                 replica.module,
                 lambda parameters: _optimizer(request, parameters),

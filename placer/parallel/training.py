@@ -35,61 +35,45 @@ _KEYS: Final = frozenset({"format", "step", "ranks", "essence"})
 
 
 class Replica:
-    """The placed model of one rank, on torch devices of this process."""
+    """The placed model of one rank: on torch devices of this process, or on workers."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, placed: nn.Module | PlacedModel) -> None:
+        self._workers = placed if isinstance(placed, PlacedModel) else None
+        self.module: nn.Module = placed.model if isinstance(placed, PlacedModel) else placed
 
     def backward(self, passes: Sequence[Batch]) -> float:
-        """Add the mean gradients of some batches to the existing ones; return the mean loss."""
-        total = 0.0
+        """Add the mean gradients of some batches to the existing ones; return the mean loss.
+
+        Workers deliver gradients after each pass; with several passes gradients must be zero or
+        None before.
+        """
+        total, count = 0.0, len(passes)
+        if self._workers is None:
+            for inputs, keywords in passes:
+                loss: torch.Tensor = self.module(*inputs, **keywords) / count
+                torch.autograd.backward(loss)
+                total += loss.item()
+            return total
         for inputs, keywords in passes:
-            loss: torch.Tensor = self.module(*inputs, **keywords) / len(passes)
-            torch.autograd.backward(loss)
-            total += loss.item()
-        return total
+            total += self._workers.step(*inputs, **keywords).item()
+        for parameter in self.module.parameters() if count > 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        return total / count
 
     def random_state(self) -> list[torch.Tensor]:
         """Return the states of random generators outside this process."""
-        return []
+        return [] if self._workers is None else self._workers.random_state()
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
         """Restore what :meth:`random_state` returned on this rank."""
-
-    def close(self) -> None:
-        """Release the devices."""
-
-
-class ReplicaOnCores(Replica):
-    """The placed model on pinned cores; workers deliver all gradients after the backward pass."""
-
-    def __init__(self, placed: PlacedModel) -> None:
-        super().__init__(placed.model)
-        self._placed = placed
-
-    def backward(self, passes: Sequence[Batch]) -> float:
-        """Run one pass per batch; gradients must be zero or None before."""
-        total = 0.0
-        for inputs, keywords in passes:
-            loss: torch.Tensor = self._placed.step(*inputs, **keywords)
-            total += loss.item()
-        if len(passes) > 1:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(len(passes))
-        return total / len(passes)
-
-    def random_state(self) -> list[torch.Tensor]:
-        """Return the states of the workers' generators."""
-        return self._placed.random_state()
-
-    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Restore what :meth:`random_state` returned."""
-        self._placed.load_random_state(states)
+        if self._workers is not None:
+            self._workers.load_random_state(states)
 
     def close(self) -> None:
         """End the workers."""
-        self._placed.close()
+        if self._workers is not None:
+            self._workers.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,23 +167,9 @@ def train(
 ) -> Trained:
     """Train up to ``steps`` steps in all; afterwards the replica is the result.
 
-    Args:
-        replica: the replica of this rank.
-        sync: keeps it in sync with the others.
-        batches: the data of all ranks.
-        steps: total steps, those before a checkpoint included.
-        accumulate: batches per step of each rank, whose gradients are averaged.
-        checkpoint: where to write checkpoints, also at the end of the run; None for nowhere.
-        checkpoint_every: steps between checkpoints, None for the end alone.
-        resume: whether to resume from the checkpoint, if there is one.
-        save: where rank 0 writes the resulting model, None for nowhere.
-        reached: called with each step that begins.
-        progress: called with each step and its loss.
-
-    Raises:
-        RuntimeError: another rank is gone.
-        ValueError: the checkpoint is of another run.
-        OSError: a checkpoint cannot be read or written, or the model cannot be saved.
+    ``steps`` includes those before a checkpoint; each takes ``accumulate`` batches per rank.
+    Checkpoints are also written at the end. Rank 0 writes the resulting model to ``save``.
+    ``reached`` is called with each step that begins, ``progress`` with each step and its loss.
     """
     losses: list[float] = []
     resumed = checkpoint.read() if resume and checkpoint is not None else None

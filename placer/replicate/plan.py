@@ -44,16 +44,8 @@ Search: TypeAlias = tuple[int, Block]
 def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
     """Plan replicas of the step of a workload, or of a graph with known costs.
 
-    Op costs may be measured, plans are not run.
-
-    Raises:
-        ExtractionError: the model cannot be extracted, or is on the meta device.
-        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
-            another.
-        ValueError: there are fewer devices than replicas, an op has no cost on any device, or a
-            device is neither on this machine nor described.
-        PlacementError: no replica fits.
-        KeyboardInterrupt: stopped before there was any plan.
+    Op costs may be measured, plans are not run. Raises a ValueError where there are fewer devices
+    than replicas, and a PlacementError where no replica fits.
     """
     replication = job.replicas
     assert replication is not None

@@ -41,7 +41,7 @@ def test_bits_and_what_they_leave_out_add_up(seed: int, ranks: int) -> None:
     answers = [coder.answer(torch.stack([w[k] for w in wires])) for k, coder in enumerate(coders)]
     [mean, *others] = [coder.decoded(torch.cat(answers)) for coder in coders]
     assert all(torch.equal(mean, other) for other in others)
-    left = torch.stack([coder.own for coder in coders]).mean(0)
+    left = torch.stack([coder.residual for coder in coders]).mean(0)
     left += torch.cat([coder.stripe for coder in coders])
     found = (mean + left.flatten())[: sum(SIZES)]
     torch.testing.assert_close(found, gradients.mean(0), rtol=1e-5, atol=1e-5)

@@ -147,7 +147,7 @@ class Coder:
 
     segments: Segments  # of all R stripes
     mine: Segments  # of the stripe that this rank owns
-    own: torch.Tensor  # (R, length) residuals of its own gradients
+    residual: torch.Tensor  # (R, length) of the gradients of this rank
     stripe: torch.Tensor  # (1, length) residuals of the mean of its stripe
 
     @classmethod
@@ -161,9 +161,9 @@ class Coder:
         """Encode gradients (P,), one row for the owner of each stripe."""
         padding = self.segments.of.numel() - flat.numel()
         due = F.pad(flat.to("cpu", torch.float32), (0, padding)).view_as(self.segments.of)
-        due += self.own
+        due += self.residual
         wire, sent = encode(due, self.segments)
-        self.own = due - sent
+        self.residual = due - sent
         return wire
 
     def answer(self, received: torch.Tensor) -> torch.Tensor:
@@ -227,8 +227,8 @@ class OneBit:
         if index not in self._coders:
             sizes = [parameter.numel() for parameter in bucket.parameters()]
             self._coders[index] = coder = Coder.of_sizes(sizes, self._ranks, self._rank)
-            if residuals := self._restored.get(str(index)):
-                coder.own, coder.stripe = residuals["own"].clone(), residuals["stripe"].clone()
+            if kept := self._restored.get(str(index)):
+                coder.residual, coder.stripe = kept["residual"].clone(), kept["stripe"].clone()
         return self._coders[index]
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class OneBit:
             "steps": self.steps,
             "residuals": dict(self._restored)
             | {
-                str(index): {"own": coder.own.clone(), "stripe": coder.stripe.clone()}
+                str(index): {"residual": coder.residual.clone(), "stripe": coder.stripe.clone()}
                 for index, coder in self._coders.items()
             },
         }

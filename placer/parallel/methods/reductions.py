@@ -1,7 +1,6 @@
-"""Reductions of buckets: sums in full or half precision, level by level, and by DDP hooks.
+"""Reductions of buckets: sums in full or half precision, level by level, and by DDP hooks."""
 
-Annotations are not strings here, since DDP compares those of its hooks.
-"""
+from __future__ import annotations
 
 import math
 import socket
@@ -146,7 +145,7 @@ def _padded(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class HookReduction(Reduction):
-    """A DDP communication hook, ``hook(state, bucket)``, as a reduction; see :func:`ddp_hook`."""
+    """A DDP communication hook, ``hook(state, bucket)``, as a reduction."""
 
     def __init__(
         self, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]], state: Any
@@ -165,21 +164,6 @@ class HookReduction(Reduction):
                 flat.copy_(mean)
 
         return Then(future, take)
-
-
-def ddp_hook(
-    state: Reduction,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch hides it from type checkers
-) -> torch.futures.Future[torch.Tensor]:
-    """Run a reduction as a DDP hook: ``ddp.register_comm_hook(reduction, ddp_hook)``.
-
-    It waits for each bucket, so nothing overlaps with the backward pass. DDP rebuilds its buckets
-    after the first step, so stateful reductions must start with a later one.
-    """
-    state.start(bucket).wait()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 class Then:
