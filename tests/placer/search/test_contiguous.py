@@ -45,8 +45,8 @@ def chain(seed: int, *, ops: int, devices: int, memory_bytes: int, host: bool = 
     cluster = Cluster(
         name="unequal",
         devices=tuple(
-            Device(name=name, kind=kind, memory_bytes=memory_bytes)
-            for name, kind in zip(names, kinds, strict=True)
+            Device(name=names[d], kind=kind, memory_bytes=memory_bytes * (d + 1))
+            for d, kind in enumerate(kinds)
         ),
         links=links,
     )
@@ -71,7 +71,7 @@ def best_parts_ns(
     st.integers(0, 10_000),
     st.integers(1, 7),
     st.integers(1, 4),
-    st.sampled_from([10**12, 1_500_000]),
+    st.sampled_from([10**12, 700_000]),
     st.booleans(),
 )
 def test_the_layer_split_of_a_chain_is_the_best_for_any_order_of_devices(
@@ -84,12 +84,19 @@ def test_the_layer_split_of_a_chain_is_the_best_for_any_order_of_devices(
         assert max_load_ns(problem, split(problem).devices).tolist() == [best_ns]
 
 
-def test_where_outputs_do_not_fit_for_good_the_simulator_decides() -> None:
-    problem = chain(1, ops=20, devices=2, memory_bytes=4_000_000)
-    assert problem.graph.output_bytes.sum() > 8_000_000
-    found = split(problem)
+def test_where_outputs_do_not_fit_for_good_only_parameters_count() -> None:
+    graph = new_graph("hand")
+    for i, parameter_bytes in enumerate((30, 30, 30, 90)):
+        add_op(graph, f"{i}", cost_s={"*": 1e-3}, output_bytes=5, parameter_bytes=parameter_bytes)
+        if i:
+            add_edge(graph, f"{i - 1}", f"{i}")
+    devices = tuple(Device(name=name, kind="k", memory_bytes=100) for name in ("a", "b"))
+    link = Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+    cluster = Cluster(name="pair", devices=devices, links=(link,))
+    found = split(Problem.of(GraphArrays.from_graph(graph), cluster))
+    # Three outputs would make 105 bytes of the first part, but only two are live at a time.
+    assert found.devices.tolist() in ([0, 0, 0, 1], [1, 1, 1, 0])
     assert found.step_ns < INFEASIBLE_NS
-    assert not found.is_single
 
 
 @settings(max_examples=40)
