@@ -51,13 +51,7 @@ class PartialSchedule:
         latency_ns = problem.latency_s[pairs].mean() * 1e9 if pairs.any() else 0.0
         ns_per_byte = (1e9 / problem.bandwidth_bytes_per_s[pairs]).mean() if pairs.any() else 0.0
         edge_ns = latency_ns + graph.edge_bytes[graph.predecessor_edge] * ns_per_byte
-        head, self.priority = levels(
-            np.array(graph.topological),
-            np.array(graph.predecessor_start),
-            np.array(graph.predecessors),
-            edge_ns,
-            mean_ns,
-        )
+        head, self.priority = levels(graph, edge_ns, mean_ns)
         path_ns = max(float((head + self.priority).max()), 1.0)
         self._members = [np.array([op]) for op in range(problem.op_count)]
         for group in range(int(graph.group.max(initial=-1)) + 1):

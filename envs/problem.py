@@ -90,12 +90,7 @@ class Problem:
 
     @classmethod
     def of(cls, graph: GraphArrays, cluster: Cluster) -> Problem:
-        """Build the problem of placing a graph on a cluster.
-
-        Raises:
-            ValueError: an op can run on no device, or a co-location group on no common device (the
-                message says what is missing); or all bytes together reach 2**62.
-        """
+        """Build the problem of placing a graph on a cluster."""
         allowed, cost_ns = _costs(graph, cluster)
         links = _Links.of(cluster)
         return cls(

@@ -17,7 +17,8 @@ from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from envs.simulator.bounds import memory_shortfall, missing_link
+from envs.simulator.bounds import missing_link
+from envs.simulator.reasons import memory_shortfall
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays

@@ -73,10 +73,12 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
         for link in measured.links
     }
     if cuda_devices():
-        pinned = copy_speed(torch_devices.CPU, torch_device(cluster.names[0]), pinned=True)
+        fastest = min(device.bandwidth_bytes_per_s for device in measured.devices)
+        ends = torch_devices.CPU, torch_device(cluster.names[0])
+        pinned = copy_speed(*ends, fastest, pinned=True)
         found["links"][f"cpu -> {cluster.names[0]}, pinned"] = {
             "latency_s": pinned.latency_s,
-            "bytes_per_s": pinned.bytes_per_s,
+            "bytes_per_s": pinned.bandwidth_bytes_per_s,
         }
 
 

@@ -9,7 +9,6 @@ and dispatch.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import itertools
 import math
@@ -21,12 +20,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from envs.costs.torch_speeds import measured_speeds
+from envs.costs.torch_speeds import LinkSpeed, measured_speeds, with_speeds
 from envs.executors.cores.errors import once_more
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cache_folder import cache_folder, host, processor
-from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.hardware.cluster import Cluster, Device, cluster_to_toml, load_cluster
 from envs.measurement import CONTENDED, contention_warning
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.files import write_whole
@@ -39,7 +38,6 @@ STREAM_BYTES: Final = 96 << 20  # more than the caches of one core
 MATRIX: Final = 768
 REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
-SHORTEST_HOP_S: Final = 1e-6
 KEPT_IF: Final = "quiet"
 """Part of the cache key: files stored before measurements had to be quiet do not count."""
 
@@ -129,50 +127,32 @@ def calibrate(cluster: Cluster) -> Cluster:
     The first pair of each two kinds is measured, both for the link and for the speeds of its
     devices. Of several measurements of one kind of device the last counts.
     """
-    rates: dict[str, tuple[float, float]] = {}  # flop/s and bytes/s, by kind
-    contention: dict[str, float] = {}
-    hand_offs: dict[tuple[str, str], tuple[float, float]] = {}
-    pairs: Sequence[tuple[Device, ...]] = _pairs(cluster.devices)
+    rates: dict[str, dict[str, float]] = {}  # by kind
+    contention: dict[str, float] = {}  # by name
+    hand_offs: dict[tuple[str, str], LinkSpeed] = {}
+    pairs: list[tuple[Device, ...]] = list(itertools.combinations(cluster.devices, 2))
     for pair in pairs or [cluster.devices]:
         kinds = tuple(device.kind for device in pair)
         if kinds in hand_offs:
             continue
         with WorkerPool(_PROGRAM, pair) as pool:
             for number, device in enumerate(pair):
-                *rate, contention[device.name] = _device_rates(pool, number)
-                rates[device.kind] = (rate[0], rate[1])
+                rates[device.kind], contention[device.name] = _device_rates(pool, number)
             if len(kinds) == 2:
-                slower = min(rates[kind][1] for kind in kinds)
+                slower = min(rates[kind]["bandwidth_bytes_per_s"] for kind in kinds)
                 hand_offs[kinds[0], kinds[1]] = _hand_off(pool, slower)
-    source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}"
     devices = tuple(
         replace(
             device,
-            peak_flop_per_s=rates[device.kind][0],
-            bandwidth_bytes_per_s=rates[device.kind][1],
-            source=source,
             contention=ratio if (ratio := contention.get(device.name, 0.0)) > CONTENDED else 0.0,
         )
         for device in cluster.devices
     )
-    links = tuple(
-        Link(
-            between=(a.name, b.name),
-            latency_s=hand_offs[a.kind, b.kind][0],
-            bandwidth_bytes_per_s=hand_offs[a.kind, b.kind][1],
-            sharing="pair",
-        )
-        for a, b in _pairs(devices)
-    )
-    return replace(cluster, devices=devices, links=links)
+    return with_speeds(replace(cluster, devices=devices), rates, hand_offs)
 
 
-def _pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
-    return list(itertools.combinations(devices, 2))
-
-
-def _device_rates(pool: WorkerPool, device: int) -> tuple[float, float, float]:
-    """Return flop/s, bytes/s and contention, the ratio of wall to CPU time.
+def _device_rates(pool: WorkerPool, device: int) -> tuple[dict[str, float], float]:
+    """Return the rates of a device and its contention, the ratio of wall to CPU time.
 
     Matrix products show arithmetic, an addition larger than caches memory traffic. On several cores
     ops are timed by the wall clock, which does not show contention.
@@ -181,15 +161,15 @@ def _device_rates(pool: WorkerPool, device: int) -> tuple[float, float, float]:
         _runs(pool, chain, [device] * len(chain), REPEATS) for chain in (_MULTIPLY, _ADD)
     )
     cpu_s = sum(float(run.cpu_s[device].sum()) for run in (*multiply, *add))
-    return (
-        2 * MATRIX**3 / _op_s(multiply, device),
-        2 * STREAM_BYTES / _op_s(add, device),
-        sum(run.wall_s for run in (*multiply, *add)) / cpu_s,
-    )
+    rates = {
+        "peak_flop_per_s": 2 * MATRIX**3 / _op_s(multiply, device),
+        "bandwidth_bytes_per_s": 2 * STREAM_BYTES / _op_s(add, device),
+    }
+    return rates, sum(run.wall_s for run in (*multiply, *add)) / cpu_s
 
 
-def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> tuple[float, float]:
-    """Return latency (s) and bandwidth (bytes/s) between two devices, from a ping-pong of tensors.
+def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> LinkSpeed:
+    """Return the speed of hand-offs between two devices, from a ping-pong of tensors.
 
     A hop costs the additional time of the chain on two devices over one: the copy into shared
     memory, the signal, waking up, and reading what another core wrote. Other load only adds time,
@@ -200,23 +180,8 @@ def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> tuple[float, float
         alone_s = _wall_s(pool, chain, [0] * len(chain))
         turns_s = _wall_s(pool, chain, [i % 2 for i in range(len(chain))])
         hop_s.append((turns_s - alone_s) / (len(chain) - 1))
-    return hop_rates(hop_s[0], hop_s[1], memory_bytes_per_s)
-
-
-def hop_rates(small_s: float, large_s: float, memory_bytes_per_s: float) -> tuple[float, float]:
-    """Return latency (s) and bandwidth (bytes/s) from the times of a small and a large hop.
-
-    Noise may make a hop shorter than possible, even negative, so the latency is at least 1 us and
-    the bandwidth at most the memory bandwidth of the slower device.
-
-    >>> hop_rates(10e-6, 10e-6 + (LARGE_BYTES - SMALL_BYTES) / 4e9, 8e9)
-    (1e-05, 4000000000.0)
-    """
-    fastest_s = (LARGE_BYTES - SMALL_BYTES) / memory_bytes_per_s
-    return (
-        max(small_s, SHORTEST_HOP_S),
-        (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, fastest_s),
-    )
+    small_s, large_s = hop_s
+    return LinkSpeed.of(small_s, large_s, LARGE_BYTES - SMALL_BYTES, memory_bytes_per_s)
 
 
 def _op_s(runs: Sequence[StepRun], device: int) -> float:

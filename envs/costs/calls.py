@@ -23,7 +23,7 @@ from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
-from envs.costs.signatures import node_signatures
+from envs.costs.ops import node_signatures
 from envs.costs.torch_speeds import REPEATS, burst, calls_per_burst, seconds_per_call
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.updates import fused_update, updated_together

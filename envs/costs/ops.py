@@ -1,28 +1,32 @@
-"""Costs of ops on pinned cores, measured in context: workers run the whole step and time every op.
+"""Costs of ops on pinned cores, measured in context, and the signatures to cache op times by.
 
-A call repeated alone finds its inputs in the cache and its memory mapped: sums of such times came
-out up to a fifth below the step time.
+Workers run the whole step and time every op: a call repeated alone finds its inputs in the cache
+and its memory mapped, and sums of such times came out up to a fifth below the step time.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
 from envs.costs.modules import MODULE_BY_MODULE, profile_modules
-from envs.costs.signatures import op_signatures
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import once_more
 from envs.executors.cores.instruction_lists import Run, single_list
 from envs.executors.cores.pool import WorkerPool
 from envs.hardware.cluster import Device
 from graphs.extract import Extraction
+from graphs.extract.placeable import CallGraph
+from graphs.extract.program import Call, Ref, StepProgram, Value
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
@@ -49,46 +53,6 @@ def core_costs(
     )
 
 
-class Profiler:
-    """Runs a step on one pinned device and times every op. Use as a context manager."""
-
-    def __init__(self, extraction: Extraction, device: Device) -> None:
-        """Start its worker."""
-        self._program = extraction.program
-        self._list = single_list(self._program)
-        self._pool = WorkerPool(
-            self._program,
-            [device],
-            op_names=tuple(extraction.graph),
-            step_timeout_s=PROFILE_TIMEOUT_S,
-        )
-        try:
-            load_example(self._pool.arena, extraction.step)
-            self._number = self._pool.load([self._list])
-        except BaseException:
-            self._pool.close()
-            raise
-
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.close()
-
-    def run(self) -> NDArray[np.float64]:
-        """Return the seconds of every op in one run, (N,): its call and the views made for it.
-
-        On one core this is thread CPU time, which excludes time when other processes use the core;
-        on several cores it is wall time, since that clock does not include other threads.
-        """
-        times_s = self._pool.run(self._number).cpu_s[0].tolist()
-        cost_s = np.zeros(self._program.op_count)
-        for instruction, seconds in zip(self._list, times_s, strict=True):
-            if isinstance(instruction, Run):
-                cost_s[self._program.calls[instruction.call].op] = seconds
-        return cost_s
-
-
 def profile_runs(
     extraction: Extraction,
     devices: Sequence[Device],
@@ -98,22 +62,93 @@ def profile_runs(
 ) -> dict[str, NDArray[np.float64]]:
     """Return the seconds of every op in every run, {device kind: (repeats, N)}.
 
-    The whole step runs on the first device of each kind. A worker that dies is replaced once.
+    The whole step runs on the first device of each kind; the time of an op is that of its call and
+    of the views made for it. On one core this is thread CPU time, which excludes time when other
+    processes use the core; on several cores it is wall time, since that clock does not include
+    other threads. A worker that dies is replaced once.
     """
+    program = extraction.program
+    instructions = single_list(program)
+    timed = [k for k, instruction in enumerate(instructions) if isinstance(instruction, Run)]
+    ops = [program.calls[i.call].op for i in instructions if isinstance(i, Run)]
     first_of = first_of_kinds(devices)
     total = len(first_of) * (WARM_UP + repeats)
     done = itertools.count(1)
 
     def runs_on(device: Device) -> NDArray[np.float64]:
-        runs: list[NDArray[np.float64]] = []
-        with Profiler(extraction, device) as profiler:
-            for _ in range(WARM_UP + repeats):
-                runs.append(profiler.run())
+        runs_s = np.zeros((WARM_UP + repeats, program.op_count))
+        names = tuple(extraction.graph)
+        with WorkerPool(
+            program, [device], op_names=names, step_timeout_s=PROFILE_TIMEOUT_S
+        ) as pool:
+            load_example(pool.arena, extraction.step)
+            number = pool.load([instructions])
+            for run_s in runs_s:
+                run_s[ops] = pool.run(number).cpu_s[0][timed]
                 if progress is not None:
                     progress(min(next(done), total), total)
-        return np.stack(runs[WARM_UP:])
+        return runs_s[WARM_UP:]
 
     return {
         kind: once_more(functools.partial(runs_on, device))
         for kind, device in sorted(first_of.items())
     }
+
+
+def op_signatures(program: StepProgram) -> tuple[str, ...]:
+    """Return the signature of every op, (N,).
+
+    It covers the operator, shape, stride and dtype of every input tensor, which arguments are the
+    same tensor, all other arguments, which outputs are read, and the same for views made for the
+    call. It omits what else an op's time depends on in its step: tensor values (the rows that an
+    embedding looks up) and the state that earlier ops leave in caches and allocator.
+    """
+    signatures = [""] * program.op_count
+    for instruction in single_list(program):
+        if isinstance(instruction, Run):
+            calls = [program.calls[i] for i in (*instruction.views, instruction.call)]
+            signatures[calls[-1].op] = _signature(program, calls)
+    return tuple(signatures)
+
+
+def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]:
+    """Return the signature of every node, (M,): of its ops and the precision of matrix products."""
+    ops: defaultdict[int, list[str]] = defaultdict(list)
+    for node, signature in zip(
+        calls.node_of.tolist(), op_signatures(extraction.program), strict=True
+    ):
+        ops[node].append(signature)
+    precision = torch.get_float32_matmul_precision()
+    return tuple(_digest([precision, *ops[node]]) for node in range(len(calls.graph)))
+
+
+def _signature(program: StepProgram, calls: Sequence[Call]) -> str:
+    numbers: dict[int, int] = {}  # {value: its number in this signature}
+    lines = [_text(call, numbers) for call in calls]
+    lines += [_tensor(program.values[value]) for value in numbers]
+    return _digest(lines)
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _text(call: Call, numbers: dict[int, int]) -> str:
+    arguments = [_argument(argument, numbers) for argument in call.args]
+    arguments += [f"{key}={_argument(call.kwargs[key], numbers)}" for key in sorted(call.kwargs)]
+    outputs = [None if v is None else numbers.setdefault(v, len(numbers)) for v in call.outputs]
+    return f"{call.target}({', '.join(arguments)}) -> {outputs}"
+
+
+def _argument(argument: Any, numbers: dict[int, int]) -> str:
+    match argument:
+        case Ref(value):
+            return f"t{numbers.setdefault(value, len(numbers))}"
+        case list() | tuple():
+            return f"[{', '.join(_argument(item, numbers) for item in argument)}]"
+        case _:  # numbers, strings, and torch constants such as torch.float32
+            return repr(argument)
+
+
+def _tensor(value: Value) -> str:
+    return f"{value.dtype} {list(value.shape)} {list(value.stride)}"

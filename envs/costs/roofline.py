@@ -83,11 +83,6 @@ def cluster_of(
             devices of this machine, see :func:`envs.hardware.discover.discover`.
         memory: {device name: bytes} that may be used of named devices.
         has_costs: whether op costs are known, so that the devices may be anywhere.
-
-    Raises:
-        ValueError: a device does not exist or has no rates, the file is not a cluster file, or the
-            arguments contradict each other.
-        OSError: the file cannot be read.
     """
     if isinstance(devices, str) and not devices.endswith(".toml"):
         if has_costs:

@@ -1,4 +1,4 @@
-"""Measured speeds of torch devices, and of the copies between them.
+"""Measured speeds of torch devices and of the copies between them, and how speeds are described.
 
 Asynchronous devices are timed over many calls in a row, synchronized once
 (:func:`seconds_per_call`).
@@ -10,16 +10,16 @@ import datetime
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from envs.executors.torch.watchdog import timed_within_bounds
-from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Link
 from envs.hardware.torch_devices import CPU, synchronize, torch_device
 
 BURST_S: Final = 2e-3
@@ -81,6 +81,8 @@ def _burst_by_events(work: Callable[[], object], device: torch.device, count: in
     return float(start.elapsed_time(end)) / 1e3
 
 
+SHORTEST_S: Final = 1e-6
+"""Lower bound on measured latencies."""
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 16 << 20
 STREAM_BYTES: Final = 96 << 20  # exceeds the caches
@@ -89,12 +91,56 @@ SMALLEST_MATRIX: Final = 256
 LARGEST_MATRIX: Final = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Cost of copying tensors from one device to another."""
+class LinkSpeed(NamedTuple):
+    """Latency and bandwidth of transfers from one device to another."""
 
     latency_s: float
-    bytes_per_s: float
+    bandwidth_bytes_per_s: float
+
+    @classmethod
+    def of(
+        cls, small_s: float, large_s: float, more_bytes: int, fastest_bytes_per_s: float
+    ) -> LinkSpeed:
+        """Return the speed from the times of a small transfer and one of ``more_bytes`` more.
+
+        Noise may make a time shorter than possible, even negative where times are subtracted, so
+        the latency is at least 1 us and the bandwidth at most ``fastest_bytes_per_s``.
+
+        >>> LinkSpeed.of(1e-5, 1e-5 + 8e-3, 32_000_000, 8e9)
+        LinkSpeed(latency_s=1e-05, bandwidth_bytes_per_s=4000000000.0)
+        """
+        moving_s = max(large_s - small_s, more_bytes / fastest_bytes_per_s)
+        return cls(max(small_s, SHORTEST_S), more_bytes / moving_s)
+
+
+def with_speeds(
+    cluster: Cluster,
+    rates: Mapping[str, Mapping[str, Any]],
+    links: Mapping[tuple[str, str], LinkSpeed],
+    *,
+    one_way: bool = False,
+    notes: str = "",
+) -> Cluster:
+    """Return the cluster with speeds measured today.
+
+    ``rates`` are fields of devices by kind, ``links`` speeds by the kinds of both ends. With
+    ``one_way`` each direction is a link.
+    """
+    pairs = itertools.permutations if one_way else itertools.combinations
+    source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}{notes}"
+    return replace(
+        cluster,
+        devices=tuple(replace(d, source=source, **rates[d.kind]) for d in cluster.devices),
+        links=tuple(
+            Link(
+                between=(a.name, b.name),
+                sharing="pair",
+                one_way=one_way,
+                **links[a.kind, b.kind]._asdict(),
+            )
+            for a, b in pairs(cluster.devices, 2)
+        ),
+    )
 
 
 def measured_speeds(cluster: Cluster) -> Cluster:
@@ -104,31 +150,16 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     one-way, since copies from and to the host differ. A device needs 0.3 GB of free memory.
     """
     first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
-    known = {kind: _with_speeds(device) for kind, device in first_of.items()}
-    source = (
-        f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}, "
-        f"float32 matmul precision {torch.get_float32_matmul_precision()}"
-    )
-    copies: dict[tuple[str, str], Copies] = {}
-    links: list[Link] = []
+    rates = {kind: _rates(device) for kind, device in first_of.items()}
+    copies: dict[tuple[str, str], LinkSpeed] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
         if (a.kind, b.kind) not in copies:
+            fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
+            ends = torch_device(a.name), torch_device(b.name)
             with timed_within_bounds(f"copies from {a.name}", b.name):
-                copies[a.kind, b.kind] = copy_speed(torch_device(a.name), torch_device(b.name))
-        links.append(
-            Link(
-                between=(a.name, b.name),
-                latency_s=copies[a.kind, b.kind].latency_s,
-                bandwidth_bytes_per_s=copies[a.kind, b.kind].bytes_per_s,
-                sharing="pair",
-                one_way=True,
-            )
-        )
-    devices = tuple(
-        replace(known[d.kind], name=d.name, kind=d.kind, memory_bytes=d.memory_bytes, source=source)
-        for d in cluster.devices
-    )
-    return replace(cluster, devices=devices, links=tuple(links))
+                copies[a.kind, b.kind] = copy_speed(*ends, fastest)
+    precision = f", float32 matmul precision {torch.get_float32_matmul_precision()}"
+    return with_speeds(cluster, rates, copies, one_way=True, notes=precision)
 
 
 def launch_s(device: torch.device) -> float:
@@ -157,7 +188,13 @@ def memory_bytes_per_s(device: torch.device) -> float:
     return 2 * STREAM_BYTES / seconds
 
 
-def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool = False) -> Copies:
+def copy_speed(
+    source: torch.device,
+    destination: torch.device,
+    fastest_bytes_per_s: float,
+    *,
+    pinned: bool = False,
+) -> LinkSpeed:
     """Measure latency and bandwidth of copies into fresh memory, as placed modules make them.
 
     With ``pinned`` the tensor is in page-locked host memory and the copy is asynchronous.
@@ -168,28 +205,14 @@ def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool 
         tensor = tensor.pin_memory() if pinned else tensor.to(source)
         copy = partial(tensor.to, destination, non_blocking=destination != CPU)
         seconds.append(seconds_per_call(copy, [source, destination]))
-    return copies_from(*seconds)
+    small_s, large_s = seconds
+    return LinkSpeed.of(small_s, large_s, LARGE_BYTES - SMALL_BYTES, fastest_bytes_per_s)
 
 
-def copies_from(small_s: float, large_s: float) -> Copies:
-    """Return latency and bandwidth from the times of a small and a large copy.
-
-    If noise made the large copy no slower than the small one, its whole time counts as transfer.
-
-    >>> copies_from(1e-5, 1e-5 + (LARGE_BYTES - SMALL_BYTES) / 1e10)
-    Copies(latency_s=1e-05, bytes_per_s=10000000000.0)
-    """
-    moving_s = large_s - small_s if large_s > small_s else large_s
-    return Copies(small_s, round((LARGE_BYTES - SMALL_BYTES) / moving_s, 3))
-
-
-def _with_speeds(device: torch.device) -> Device:
+def _rates(device: torch.device) -> dict[str, float]:
     with timed_within_bounds("launches, products and memory", device):
-        return Device(
-            name=str(device),
-            kind=device.type,
-            memory_bytes=0,
-            launch_s=launch_s(device),
-            peak_flop_per_s=flop_per_s(device),
-            bandwidth_bytes_per_s=memory_bytes_per_s(device),
-        )
+        return {
+            "launch_s": launch_s(device),
+            "peak_flop_per_s": flop_per_s(device),
+            "bandwidth_bytes_per_s": memory_bytes_per_s(device),
+        }

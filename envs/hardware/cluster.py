@@ -276,22 +276,12 @@ class Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read a cluster file.
-
-    Raises:
-        ValueError: the file is not TOML, is larger than 1 MB, has unknown or missing keys, or a
-            value is out of range; the message starts with the file and the path of the key.
-        OSError: the file cannot be read.
-    """
+    """Read a cluster file."""
     return load_toml(path, cluster_from_dict)
 
 
 def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
-    """Build a cluster from the parsed content of a cluster file.
-
-    Raises:
-        ValueError: unknown or missing keys, wrong types, or values out of range.
-    """
+    """Build a cluster from the parsed content of a cluster file."""
     top = fields(data, "", _KEYS, required=("format",))
     if top["format"] != FORMAT:
         raise ValueError(f"format is {top['format']!r}, this version reads {FORMAT!r}")

@@ -29,10 +29,6 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
             run on, at most eight.
         memory: {device name: bytes} that placements may use on each device. The default is the
             memory that is free now; cores share it equally.
-
-    Raises:
-        ValueError: a name has an unknown form, is repeated or names a device that does not exist;
-            cores are mixed with torch devices; or a limit exceeds the free memory.
     """
     if names.strip() == "auto":
         from envs.hardware import torch_devices

@@ -1,4 +1,4 @@
-"""Lower bounds on the step time, and reasons why no placement can run or fit.
+"""Lower bounds on the step time, and the reason why links let no placement run.
 
 :func:`levels` are the longest paths to and from every op, the ranks that list schedulers order ops
 by.
@@ -13,7 +13,7 @@ import numpy as np
 
 from envs.compiled import compiled_borrowing
 from envs.problem import Bools, Floats, Ints, Longs, Problem, transfer_ns
-from graphs.graph import PHASES
+from graphs.graph import PHASES, GraphArrays
 
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
@@ -91,47 +91,6 @@ def load_bound_ns(problem: Problem) -> int:
 def missing_link(problem: Problem) -> str:
     """Return the reason that missing links let no placement run, or ""."""
     return "" if problem.connected.all() else _missing_link(problem, _paths(problem))
-
-
-def memory_shortfall(problem: Problem) -> str:
-    """Return the reason that no placement can hold the parameters in memory, or "".
-
-    Parameters are packed into devices as items into bins: ops that share a device are one item. No
-    packing exists if an item fits nowhere, if all together exceed all memory, or if more items than
-    devices are so large that no device holds two of them (Martello and Toth, 1990).
-    """
-    graph, names = problem.graph, problem.cluster.names
-    item = graph.group.astype(np.int64)
-    item[item < 0] = item.max(initial=-1) + 1 + np.arange(int((item < 0).sum()))
-    size = np.zeros(int(item.max()) + 1, np.int64)
-    np.add.at(size, item, graph.resident_bytes)
-    first = np.unique(item, return_index=True)[1]
-    room = np.where(problem.allowed[first], problem.memory_bytes, -1)
-    stuck = np.flatnonzero(size > room.max(axis=1))
-    if len(stuck):
-        i = int(stuck[size[stuck].argmax()])
-        members = int((item == i).sum())
-        group = f" and the {members - 1} that share its device have" if members > 1 else " has"
-        return (
-            f"op {graph.ids[first[i]]!r}{group} {size[i]} bytes of parameters, but the largest "
-            f"device that may run it has {room[i].max()} bytes"
-        )
-    total, memory = sum(size.tolist()), sum(problem.memory_bytes.tolist())
-    if total > memory:
-        return (
-            f"the parameters of {graph.name!r} have {total} bytes, but all of "
-            f"{', '.join(names)} together have {memory} bytes"
-        )
-    large = size[2 * size > problem.memory_bytes.max()]
-    for least in np.unique(large).tolist():
-        count = int((large >= least).sum())
-        holders = int((problem.memory_bytes >= least).sum())
-        if count > holders:
-            return (
-                f"{count} ops or groups have {least} bytes of parameters and more, no device has "
-                f"room for two of them, and {holders} devices have room for one"
-            )
-    return ""
 
 
 def _missing_link(problem: Problem, paths: _Paths) -> str:
@@ -290,13 +249,7 @@ def _fill_longest(
                     tail[u, here] = max(tail[u, here], least)
 
 
-def levels(
-    topological: Ints,
-    predecessor_start: Ints,
-    predecessors: Ints,
-    edge: Floats,
-    cost: Floats,
-) -> tuple[Floats, Floats]:
+def levels(graph: GraphArrays, edge: Floats, cost: Floats) -> tuple[Floats, Floats]:
     """Return top and bottom levels of N ops, in the unit of ``cost`` (N,) and ``edge`` (E,).
 
     ``edge`` is ordered by target. The top level is the longest path from a source to the op,
@@ -304,7 +257,8 @@ def levels(
     it.
     """
     head, tail = np.zeros(len(cost)), cost.copy()
-    _fill_levels(topological, predecessor_start, predecessors, edge, cost, head, tail)
+    order, start, predecessors = graph.topological, graph.predecessor_start, graph.predecessors
+    _fill_levels(order.copy(), start.copy(), predecessors.copy(), edge, cost, head, tail)
     return head, tail
 
 

@@ -88,12 +88,10 @@ class Pipeline:
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the devices of all copies, (..., M), from those of the ops, (N,) or (B, N)."""
-        self._check(devices.shape, "devices")
         return devices[..., self.origin]
 
     def priority(self, priority: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return priorities of all copies, (..., M): 1F1B order, then ``priority`` of the ops."""
-        self._check(priority.shape, "priority")
         count = self.base.op_count
         rank = np.empty(priority.shape, np.int64)
         order = np.argsort(-priority, axis=-1, kind="stable")
@@ -102,11 +100,6 @@ class Pipeline:
         urgency = np.select([self.is_gate, phase == BACKWARD, phase == OPTIMIZER], [0, 1, 2], 3)
         later = (urgency * self.micro_batches + self.batch) * count
         return -(later + rank[..., self.origin]).astype(np.float64)
-
-    def _check(self, shape: tuple[int, ...], what: str) -> None:
-        count = self.base.op_count
-        if len(shape) > 2 or shape[-1:] != (count,):
-            raise ValueError(f"{what} {shape} must be (B, {count}) or ({count},), before copying")
 
 
 class _Copies:
@@ -248,13 +241,7 @@ def _last_backward(base: Problem) -> int:
     """Return the backward op with the longest cost path to its end; -1 if there is none."""
     graph = base.graph
     cost = base.cheapest_ns().astype(np.float64)
-    head, _ = levels(
-        np.array(graph.topological),
-        np.array(graph.predecessor_start),
-        np.array(graph.predecessors),
-        np.zeros(graph.edge_count),
-        cost,
-    )
+    head, _ = levels(graph, np.zeros(graph.edge_count), cost)
     order = graph.topological[graph.phase[graph.topological] == BACKWARD]
     ends = (head + cost)[order]
     return int(order[np.flatnonzero(ends == ends.max())[-1]]) if len(order) else -1

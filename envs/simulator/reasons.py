@@ -1,4 +1,4 @@
-"""Messages that explain why a placement is infeasible."""
+"""Messages that explain why a placement, or every placement, is infeasible."""
 
 from __future__ import annotations
 
@@ -64,4 +64,45 @@ def blocked_reason(problem: Problem, devices: NDArray[np.int32]) -> str:
             f"(edges without a link: {len(cut)}). Place them together, or add a [[link]] between = "
             f'["{names[devices[a]]}", "{names[devices[b]]}"] to the cluster.'
         )
+    return ""
+
+
+def memory_shortfall(problem: Problem) -> str:
+    """Return the reason that no placement can hold the parameters in memory, or "".
+
+    Parameters are packed into devices as items into bins: ops that share a device are one item. No
+    packing exists if an item fits nowhere, if all together exceed all memory, or if more items than
+    devices are so large that no device holds two of them (Martello and Toth, 1990).
+    """
+    graph, names = problem.graph, problem.cluster.names
+    item = graph.group.astype(np.int64)
+    item[item < 0] = item.max(initial=-1) + 1 + np.arange(int((item < 0).sum()))
+    size = np.zeros(int(item.max()) + 1, np.int64)
+    np.add.at(size, item, graph.resident_bytes)
+    first = np.unique(item, return_index=True)[1]
+    room = np.where(problem.allowed[first], problem.memory_bytes, -1)
+    stuck = np.flatnonzero(size > room.max(axis=1))
+    if len(stuck):
+        i = int(stuck[size[stuck].argmax()])
+        members = int((item == i).sum())
+        group = f" and the {members - 1} that share its device have" if members > 1 else " has"
+        return (
+            f"op {graph.ids[first[i]]!r}{group} {size[i]} bytes of parameters, but the largest "
+            f"device that may run it has {room[i].max()} bytes"
+        )
+    total, memory = sum(size.tolist()), sum(problem.memory_bytes.tolist())
+    if total > memory:
+        return (
+            f"the parameters of {graph.name!r} have {total} bytes, but all of "
+            f"{', '.join(names)} together have {memory} bytes"
+        )
+    large = size[2 * size > problem.memory_bytes.max()]
+    for least in np.unique(large).tolist():
+        count = int((large >= least).sum())
+        holders = int((problem.memory_bytes >= least).sum())
+        if count > holders:
+            return (
+                f"{count} ops or groups have {least} bytes of parameters and more, no device has "
+                f"room for two of them, and {holders} devices have room for one"
+            )
     return ""

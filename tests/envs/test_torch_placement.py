@@ -48,7 +48,7 @@ def test_the_second_device_is_measured_like_any_other() -> None:
 
 
 def test_a_device_that_hides_its_memory_must_be_given_some() -> None:
-    with pytest.raises(ValueError, match="vdev:0 does not tell how much memory it has"):
+    with pytest.raises(ValueError, match="vdev:0 does not report its memory"):
         discover("vdev:0,cpu")
 
 

@@ -80,13 +80,7 @@ def scheduling_arrays(problem: Problem) -> SchedulingArrays:
     predecessor_start = np.array(graph.predecessor_start, np.int32)
     predecessors = np.array(graph.predecessors, np.int32)
     off_device = 1.0 - 1.0 / problem.device_count
-    head, tail = levels(
-        np.array(graph.topological, np.int32),
-        predecessor_start,
-        predecessors,
-        edge_ns * off_device,
-        mean_cost,
-    )
+    head, tail = levels(graph, edge_ns * off_device, mean_cost)
     critical_path = max(float((head + tail).max()), 1.0)
     send_ns = np.zeros(count)
     np.maximum.at(send_ns, predecessors, edge_ns)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from envs.costs import calibrate
-from envs.costs.calibrate import hop_rates
 from envs.costs.ops import profile_runs
+from envs.costs.torch_speeds import LinkSpeed
 from envs.executors.cores.instruction_lists import Instruction, Receive, Run
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
@@ -168,13 +168,10 @@ def test_every_op_has_a_cost() -> None:
     assert arrays.costs_for("core").tolist() == costs_s["core"].tolist()
 
 
-def test_latency_and_bandwidth_of_hops_by_hand() -> None:
-    more_bytes = calibrate.LARGE_BYTES - calibrate.SMALL_BYTES
-    latency_s, bytes_per_s = hop_rates(2e-5, 2e-5 + more_bytes / 1e9, 8e9)
-    assert latency_s == 2e-5
-    assert bytes_per_s == pytest.approx(1e9)
+def test_the_speed_of_a_link_by_hand() -> None:
+    assert LinkSpeed.of(2e-5, 2e-5 + 1e-3, 10**6, 8e9) == pytest.approx((2e-5, 1e9))
     for noise_s in (0.0, -1e-4, 1e-15):  # no faster than memory
-        assert hop_rates(noise_s, noise_s, 5e9) == pytest.approx((1e-6, 5e9))
+        assert LinkSpeed.of(noise_s, noise_s, 10**6, 5e9) == pytest.approx((1e-6, 5e9))
 
 
 # --- the cache

@@ -21,7 +21,7 @@ from envs.costs import torch_speeds
 from envs.costs import torch_speeds as stopwatch
 from envs.costs.cached_costs import first_of_kinds
 from envs.costs.calls import call_costs, profile_calls
-from envs.costs.signatures import node_signatures
+from envs.costs.ops import node_signatures
 from envs.executors.torch import watchdog
 from envs.hardware.discover import discover
 from envs.problem import Problem

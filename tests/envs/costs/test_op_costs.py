@@ -15,9 +15,8 @@ from envs.core_runtime import CoreRuntime
 from envs.costs import ops as module
 from envs.costs.cache import CostCache, Session
 from envs.costs.cached_costs import MeasuredCosts, OpCosts, conditions_of, session_of
-from envs.costs.ops import profile_runs
+from envs.costs.ops import op_signatures, profile_runs
 from envs.costs.roofline import check_cluster
-from envs.costs.signatures import op_signatures
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, Workload, extract

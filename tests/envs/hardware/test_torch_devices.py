@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from envs.costs import torch_speeds
-from envs.costs.torch_speeds import LARGE_BYTES, SMALL_BYTES, Copies, copies_from, seconds_per_call
+from envs.costs.torch_speeds import seconds_per_call
 from envs.hardware import discover as discovery
 from envs.hardware import torch_devices
 from envs.hardware.discover import available_memory_bytes, check_devices, discover
@@ -80,12 +80,6 @@ def test_speeds_of_the_host_are_measured_and_kept(
     assert "float32 matmul precision" in cpu.source
     assert first.links == ()
     assert calibrated(discover("cpu", {"cpu": 1 << 20})) == first
-
-
-def test_copies_by_hand() -> None:
-    moved = LARGE_BYTES - SMALL_BYTES
-    assert copies_from(1e-5, 1e-5 + moved / 2e10) == Copies(1e-5, 2e10)
-    assert copies_from(2e-5, 1e-5).bytes_per_s == pytest.approx(moved / 1e-5)
 
 
 @pytest.mark.gpu

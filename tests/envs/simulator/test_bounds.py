@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
-from envs.simulator.bounds import bounds_of, lower_bound_ns, memory_shortfall, missing_link, pace_ns
+from envs.simulator.bounds import bounds_of, lower_bound_ns, missing_link, pace_ns
+from envs.simulator.reasons import memory_shortfall
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.planted import Planted, planted
 from tests.helpers.simulator_cases import one_kind, problem_of, random_case

@@ -168,15 +168,6 @@ def test_batches_of_placements_are_copied_row_by_row() -> None:
         assert (pipeline.priority(priority)[row] == pipeline.priority(priority[row])).all()
 
 
-@pytest.mark.parametrize("shape", [(), (8,), (36,), (1, 1, 9)])
-def test_arrays_of_a_wrong_shape_are_not_copied(shape: tuple[int, ...]) -> None:
-    pipeline = pipeline_of(stages(3, training=True), one_kind(3), 4)
-    with pytest.raises(ValueError, match=r"devices .* must be \(B, 9\) or \(9,\)"):
-        pipeline.devices(np.zeros(shape, np.int32))
-    with pytest.raises(ValueError, match=r"priority .* must be \(B, 9\) or \(9,\)"):
-        pipeline.priority(np.zeros(shape))
-
-
 def test_the_backend_answers_for_a_placement_in_micro_batches() -> None:
     graph, cluster = stages(3), one_kind(3, **FREE)
     arrays = GraphArrays.from_graph(graph)

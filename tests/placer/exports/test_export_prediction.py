@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import placer
 from envs.costs.cache import CostCache, Session
 from envs.costs.cached_costs import conditions_of
-from envs.costs.signatures import op_signatures
+from envs.costs.ops import op_signatures
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.hardware.discover import discover
 from envs.placement import Placement

@@ -10,7 +10,7 @@ import pytest
 import placer
 from envs.hardware.cluster import Sharing, cluster_to_toml
 from envs.problem import Problem
-from envs.simulator.bounds import memory_shortfall
+from envs.simulator.reasons import memory_shortfall
 from tests.helpers.random_problems import best_step_ns, random_problem
 
 pytest.importorskip("ortools")
