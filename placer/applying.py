@@ -73,35 +73,15 @@ def apply(
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
         same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
         extraction = made_for if same else extract(step, made_for.extractor)
-    elif example_inputs is None:
-        raise ValueError(
-            "a placement from a file knows its ops but not the model's inputs: give "
-            "example_inputs (and loss) as for optimize"
-        )
     else:
-        step = Workload.of(
-            model,
-            example_inputs,
-            loss,
-            training=training,
-            optimizer=optimizer,
-            dtype=dtype,
-        )
-        extraction = extract(step, extractor)
-    return apply_extracted(extraction, _map_of(placement), overlap=overlap)
+        extraction = _extracted(model, example_inputs, loss, training, optimizer, dtype, extractor)
+    return apply_extracted(extraction, _placement_of(placement), overlap=overlap)
 
 
 def apply_extracted(
     extraction: Extraction, placement: Placement, *, overlap: bool = False
 ) -> PlacedModel | PlacedModule | HookedModule:
-    """Return the model of an extraction, ready to run as placed.
-
-    Raises:
-        ExtractionError: as for :func:`apply`.
-        ValueError: the placement belongs to another graph or has micro-batches, its devices are not
-            on this machine, or copies cannot overlap on them.
-        WorkerError: the workers do not start.
-    """
+    """Return the model of an extraction, ready to run as placed."""
     if placement.micro_batches != 1:
         raise ValueError(
             f"the placement splits a step into {placement.micro_batches} micro-batches, which "
@@ -155,30 +135,38 @@ def export(
     write = format_named(format)
     if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
-    elif model is None or example_inputs is None:
-        raise ValueError(
-            "a placement from a file does not hold the model or its inputs: model and "
-            "example_inputs are needed (and loss), as for optimize"
-        )
     else:
-        step = Workload.of(
-            model,
-            example_inputs,
-            loss,
-            training=training,
-            optimizer=Optimizer.of(optimizer),
-            dtype=dtype,
-        )
-        extraction = extract(step, extractor)
-    found = _map_of(placement)
+        extraction = _extracted(model, example_inputs, loss, training, optimizer, dtype, extractor)
+    own = _placement_of(placement)
     problem = None
-    if isinstance(placement, Result) and found.graph == placement.problem.graph.hash:
+    if isinstance(placement, Result) and own.graph == placement.problem.graph.hash:
         problem = placement.problem
     return export_extracted(
-        write, extraction, found, problem=problem, renamed=renamed, main_device=main_device
+        write, extraction, own, problem=problem, renamed=renamed, main_device=main_device
     )
 
 
-def _map_of(placement: Result | Placement | str | Path) -> Placement:
-    found = placement.placement if isinstance(placement, Result) else placement
-    return found if isinstance(found, Placement) else Placement.load(Path(found))
+def _extracted(
+    model: nn.Module | None,
+    example_inputs: Any,
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    training: bool,
+    optimizer: str | Optimizer | None,
+    dtype: str,
+    extractor: str,
+) -> Extraction:
+    if model is None or example_inputs is None:
+        raise ValueError(
+            "a placement holds neither the model nor its inputs: give model and example_inputs "
+            "(and loss) as for optimize"
+        )
+    step = Workload.of(
+        model, example_inputs, loss, training=training, optimizer=optimizer, dtype=dtype
+    )
+    return extract(step, extractor)
+
+
+def _placement_of(placement: Result | Placement | str | Path) -> Placement:
+    if isinstance(placement, Result):
+        return placement.placement
+    return placement if isinstance(placement, Placement) else Placement.load(Path(placement))

@@ -27,7 +27,7 @@ def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int
 
     A warm start is always run.
     """
-    feasible = [i for i, own in enumerate(candidates) if np.isfinite(own.predicted_s)]
+    feasible = [i for i, each in enumerate(candidates) if np.isfinite(each.predicted_s)]
     by_time = sorted(feasible, key=lambda i: candidates[i].predicted_s)
     singles: dict[str, int] = {}
     for i in by_time:
@@ -41,7 +41,7 @@ def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int
 
 def overfull(candidates: Sequence[Candidate]) -> bool:
     """Return whether all candidates that ran on several devices ran out of memory."""
-    several = [own.measurement for own in candidates if own.measurement and not own.is_single]
+    several = [each.measurement for each in candidates if each.measurement and not each.is_single]
     return bool(several) and all(measurement.overfull for measurement in several)
 
 
@@ -53,13 +53,13 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     Raises:
         PlacementError: no candidate is feasible, or all failed when they were run.
     """
-    tried = [own for own in candidates if own.measurement is not None]
+    tried = [each for each in candidates if each.measurement is not None]
     if not tried:
-        feasible = [own for own in candidates if np.isfinite(own.predicted_s)]
+        feasible = [each for each in candidates if np.isfinite(each.predicted_s)]
         if not feasible:
             raise PlacementError(messages.no_placement(candidates))
-        return min(feasible, key=lambda own: (own.predicted_s, own.simplicity))
-    ran = [(own, seen) for own in tried if (seen := own.measurement) is not None and seen.ok]
+        return min(feasible, key=lambda each: (each.predicted_s, each.simplicity))
+    ran = [(each, runs) for each in tried if (runs := each.measurement) is not None and runs.ok]
     if not ran:
         raise PlacementError(messages.all_failed(tried))
     return _simplest_of_fastest(ran, contended=runs_contended(tried))
@@ -85,12 +85,12 @@ def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
 
 def best_single_device(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the best candidate on one device, measured ones first; None if none can run."""
-    singles = [own for own in candidates if own.is_single and own.can_run]
-    measured = [own for own in singles if own.measurement is not None]
+    singles = [each for each in candidates if each.is_single and each.can_run]
+    measured = [each for each in singles if each.measurement is not None]
     busy = runs_contended(candidates)
-    return min(measured or singles, key=lambda own: own.ranking_s(contended=busy), default=None)
+    return min(measured or singles, key=lambda each: each.ranking_s(contended=busy), default=None)
 
 
 def runs_contended(candidates: Sequence[Candidate]) -> bool:
     """Return whether other processes used the cores during the runs; CPU-clock times count then."""
-    return contended([own.measurement for own in candidates if own.measurement is not None])
+    return contended([each.measurement for each in candidates if each.measurement is not None])

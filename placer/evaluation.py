@@ -225,15 +225,7 @@ def evaluation_job(
 
 
 def evaluate_job(job: Job, backend: str | Backend, progress: Progress) -> Evaluation:
-    """Evaluate the warm start of a job as a placement of its step.
-
-    Raises:
-        ExtractionError: the model cannot be extracted, or its extraction cannot be run.
-        ValueError: the placement belongs to another model or has other devices, or "measured" has
-            no model or devices to run.
-        WorkerError: the workers do not start.
-        KeyboardInterrupt: stopped before the placement was run.
-    """
+    """Evaluate the warm start of a job as a placement of its step."""
     start = job.search.start_from
     step = costed_step(job.loaded(progress), progress)
     assert start is not None

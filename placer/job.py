@@ -146,23 +146,14 @@ class Constraints:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """Return the memory limits in bytes.
-
-        Raises:
-            ValueError: a size cannot be parsed.
-        """
+        """Return the memory limits in bytes."""
         return {
             name: parse_bytes(size) if isinstance(size, str) else size
             for name, size in self.memory.items()
         }
 
     def applied_to(self, graph: nx.DiGraph[str], cluster: Cluster) -> nx.DiGraph[str]:
-        """Return the graph with co-located and pinned ops; the same object if there are none.
-
-        Raises:
-            ConstraintError: a device does not exist, a pattern matches nothing, or pins contradict
-                each other or separate ops that must share a device.
-        """
+        """Return the graph with co-located and pinned ops; the same object if there are none."""
         for pattern, device in self.pins.items():
             if device not in cluster.names:
                 raise ConstraintError(
@@ -176,25 +167,15 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One placement to find; build it with :meth:`of`.
-
-    Attributes:
-        source: what is placed.
-        cluster: devices to place on.
-        search: how it is searched.
-        constraints: what placements must keep to.
-        replicas: data-parallel replicas to plan, None for a single placement.
-        extractor: how the graph of a model is extracted.
-        fresh: measure devices and ops again and ignore the cache.
-    """
+    """One placement to find; build it with :meth:`of`."""
 
     source: Source
     cluster: Cluster
     search: SearchConfig = field(default_factory=SearchConfig)
     constraints: Constraints = field(default_factory=Constraints)
-    replicas: Replication | None = None
+    replicas: Replication | None = None  # None: a single placement
     extractor: str = AUTO
-    fresh: bool = False
+    fresh: bool = False  # measure devices and ops again and ignore the cache
 
     def __post_init__(self) -> None:
         objective = self.search.objective
@@ -232,22 +213,7 @@ class Job:
         extractor: str = AUTO,
         fresh: bool = False,
     ) -> Job:
-        """Build a job from what users give.
-
-        Args:
-            source: a workload, a graph with known costs, or a target of the command line, such as
-                the path of a graph file.
-            devices: see :func:`envs.costs.roofline.cluster_of`.
-            search: how to search, by default for 20 seconds.
-            constraints: what placements must keep to.
-            replicas: number of replicas, or "auto".
-            extractor: ``"export"``, ``"dispatch"``, ``"modules"`` or ``"auto"``.
-            fresh: measure devices and ops again and ignore the cache.
-
-        Raises:
-            ValueError: a value is invalid, does not exist, or contradicts another.
-            OSError: a file cannot be read.
-        """
+        """Build a job from the arguments of :func:`placer.optimize`; text names a target."""
         if isinstance(source, nx.DiGraph):
             source = completed(source)
         elif isinstance(source, str | Path):
@@ -271,11 +237,7 @@ class Job:
         return _has_costs(self.source)
 
     def loaded(self, progress: Progress) -> Job:
-        """Return the job with the workload or graph that its target names.
-
-        Raises:
-            TargetError: the target cannot be loaded.
-        """
+        """Return the job with the workload or graph that its target names."""
         if not isinstance(self.source, Target):
             return self
         if self.source.is_graph:
@@ -290,12 +252,7 @@ def _has_costs(source: Source) -> bool:
 
 
 def _placer(placer: str | Placer, policy: str | Proposer | None, objective: str) -> Placer:
-    """Return the search algorithm with its policy.
-
-    Raises:
-        ValueError: one of them does not exist, the algorithm does not support the objective, or a
-            policy is named that it does not use.
-    """
+    """Return the search algorithm with its policy."""
     name = placer if isinstance(placer, str) else type(placer).__name__
     if isinstance(policy, str):
         if isinstance(placer, str) and uses_policy(placer, objective=objective):

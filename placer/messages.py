@@ -57,14 +57,14 @@ def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended:
         )
     names = single.placement.device_names
     faster = f"faster than {names[single.devices[0]]}"
-    seen, of_single = best.measurement, single.measurement
-    if seen is None or of_single is None:
+    runs, of_single = best.measurement, single.measurement
+    if runs is None or of_single is None:
         ratio = ratio_of(single.predicted_s, best.predicted_s)
         return f"{ratio:.2f}x {faster}, predicted."
-    ratio = ratio_of(of_single.step_s(contended=contended), seen.step_s(contended=contended))
+    ratio = ratio_of(of_single.step_s(contended=contended), runs.step_s(contended=contended))
     if not contended:
         return f"{ratio:.2f}x {faster}, measured."
-    by_wall = of_single.median_s / seen.median_s
+    by_wall = of_single.median_s / runs.median_s
     return (
         f"{ratio:.2f}x {faster}, by {CPU_CLOCK} ({by_wall:.2f}x by the wall clock of a busy "
         "machine)."
@@ -78,7 +78,7 @@ def does_not_fit(candidate: Candidate) -> str:
 
 def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
     """Return why no single device can run the step."""
-    failed = [own for own in candidates if own.is_single and own.failure]
+    failed = [each for each in candidates if each.is_single and each.failure]
     if failed:
         return f"No single device could be run to compare with: {failed[0].failure}"
     able = problem.allowed.all(axis=0)
@@ -96,15 +96,15 @@ def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
 
 
 def against_unplaced(
-    seen: Measurement | None, unplaced: Measurement | None, *, contended: bool
+    runs: Measurement | None, unplaced: Measurement | None, *, contended: bool
 ) -> str:
     """Return how the best candidate compares with the unplaced model."""
-    if seen is None or unplaced is None or not (seen.ok and unplaced.ok):
+    if runs is None or unplaced is None or not (runs.ok and unplaced.ok):
         return ""
     if contended:  # the threads have wall times only, which mean little here
         return f"A busy machine cannot compare it with {UNPLACED}."
     # OpenMP threads have slow phases, so the shortest steps decide.
-    ratio, by_median = unplaced.min_s / seen.min_s, unplaced.median_s / seen.median_s
+    ratio, by_median = unplaced.min_s / runs.min_s, unplaced.median_s / runs.median_s
     if ratio > 1 + SMALLEST_GAIN:
         return (
             f"The placement is {ratio:.2f}x faster than {UNPLACED}, by shortest steps "
@@ -120,9 +120,9 @@ def against_unplaced(
 
 def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
     """Return whether a solver proved that no placement has a shorter predicted step."""
-    if all(own.bound_ns is None for own in candidates):
+    if all(each.bound_ns is None for each in candidates):
         return ""
-    shortest = min(candidates, key=lambda own: own.predicted_s)
+    shortest = min(candidates, key=lambda each: each.predicted_s)
     its_step = f"{shortest.name}, {milliseconds(shortest.predicted_s)} ms"
     gap = 1 - ratio_of(lower_bound_s, shortest.predicted_s)
     if gap <= 0:
@@ -135,16 +135,16 @@ def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
 
 def no_placement(candidates: Sequence[Candidate]) -> str:
     """Return why no candidate is feasible."""
-    if any(own.bound_s == np.inf for own in candidates):
+    if any(each.bound_s == np.inf for each in candidates):
         return (
             "The model fits nowhere: the solver proved that no placement keeps to memory and "
             "links, even without activations. Add a device, or one with more memory."
         )
-    short = [own for own in candidates if own.prediction and own.prediction.missing_bytes]
+    short = [each for each in candidates if each.prediction and each.prediction.missing_bytes]
     if not short:
         first = candidates[0]
         return f"No placement that was found within the budget can run. {first.name}: {first.why}"
-    nearest = min(short, key=lambda own: own.prediction.missing_bytes if own.prediction else 0)
+    nearest = min(short, key=lambda each: each.prediction.missing_bytes if each.prediction else 0)
     return (
         "No placement that was found within the budget keeps to memory. "
         f"{nearest.name} misses by least: {nearest.why} A longer --budget or --placer "
@@ -154,7 +154,7 @@ def no_placement(candidates: Sequence[Candidate]) -> str:
 
 def all_failed(candidates: Sequence[Candidate]) -> str:
     """Return why no candidate could be run."""
-    reasons = dict.fromkeys(own.failure for own in candidates)
+    reasons = dict.fromkeys(each.failure for each in candidates)
     return "Every candidate failed when it was run: " + "; ".join(reasons)
 
 
@@ -170,12 +170,14 @@ def not_measured(trouble: str, *, stopped: bool) -> str:
 
 def busy_machine(candidates: Sequence[Candidate]) -> str:
     """Return how busy the machine was, for candidates that are compared by CPU-clock time."""
-    ran = [(own, seen) for own in candidates if (seen := own.measurement) is not None and seen.ok]
-    slower = float(np.median([seen.contention for _, seen in ran]))
+    ran = [
+        (each, runs) for each in candidates if (runs := each.measurement) is not None and runs.ok
+    ]
+    slower = float(np.median([runs.contention for _, runs in ran]))
     alone = ", ".join(
-        f"{seen.contention:.3g} x on {own.placement.device_names[own.devices[0]]}"
-        for own, seen in ran
-        if own.is_single
+        f"{runs.contention:.3g} x on {each.placement.device_names[each.devices[0]]}"
+        for each, runs in ran
+        if each.is_single
     )
     return (
         f"This machine was busy: wall times are {slower:.3g} x CPU-clock times"
@@ -199,19 +201,21 @@ def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) ->
 def tie(best: Candidate, candidates: Sequence[Candidate], *, contended: bool) -> str:
     """Return why a candidate was chosen although another was faster."""
     best_s = best.ranking_s(contended=contended)
-    ran = [own for own in candidates if own.measurement is not None and own.can_run]
-    if best.measurement is None or all(best_s <= own.ranking_s(contended=contended) for own in ran):
+    ran = [each for each in candidates if each.measurement is not None and each.can_run]
+    if best.measurement is None or all(
+        best_s <= each.ranking_s(contended=contended) for each in ran
+    ):
         return ""
     return "The fastest candidates are within noise, so the simplest of them was chosen."
 
 
 def scatter(candidate: Candidate) -> str:
     """Return that the runs of a candidate vary a lot."""
-    seen = candidate.measurement
-    if seen is None or not seen.spread > NOISY:
+    runs = candidate.measurement
+    if runs is None or not runs.spread > NOISY:
         return ""
     return (
-        f"The runs of {candidate.name} vary by {seen.spread:.0%}: a quieter machine may rank the "
+        f"The runs of {candidate.name} vary by {runs.spread:.0%}: a quieter machine may rank the "
         "candidates differently."
     )
 
@@ -230,8 +234,8 @@ def prediction_error(candidate: Candidate, *, contended: bool) -> str:
 
 def unpredicted_memory(candidate: Candidate) -> Iterator[str]:
     """Yield the devices on which a candidate took more memory than predicted."""
-    seen = candidate.measurement
-    for name, size in (seen.peak_memory_bytes if seen is not None else {}).items():
+    runs = candidate.measurement
+    for name, size in (runs.peak_memory_bytes if runs is not None else {}).items():
         predicted = candidate.peak_memory_bytes.get(name, 0)
         if size > predicted * (1 + PREDICTION_ERROR) + UNPREDICTED_BYTES:
             yield (

@@ -47,16 +47,9 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
     """Place the step of a workload, or a graph with known costs.
 
     If all devices of a workload are on this machine, the best candidates are run; otherwise the
-    simulated step time decides. Devices on this machine without links are calibrated, devices
-    elsewhere need rates, see envs/costs/roofline.py.
+    simulated step time decides.
 
     Raises:
-        ExtractionError: the model cannot be extracted, or is on the meta device.
-        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
-            another.
-        ValueError: a device is neither on this machine nor described, cores are mixed with torch
-            devices, an op has no cost on any device, the warm start belongs to another model,
-            graph or cluster, or copies cannot overlap.
         PlacementError: no placement that fits was found, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -83,12 +76,7 @@ def optimize_problem(
     *,
     coarse: Coarsened | None = None,
 ) -> Result:
-    """Place the ops of a problem, or the given groups of them; nothing is run.
-
-    Raises:
-        PlacementError: no placement that fits was found.
-        KeyboardInterrupt: stopped before there was any placement.
-    """
+    """Place the ops of a problem, or groups of them; nothing is run."""
     with Interrupt() as interrupt:
         return _Optimization(
             problem=problem,
@@ -141,7 +129,7 @@ class _Optimization:
             self.progress.stage("Searching placements")
             with self.interrupt.polled():
                 self.candidates = self._candidates(self.problem, self.search_trace)
-            self.bounds_s = [own.bound_s for own in self.candidates if own.bound_s is not None]
+            self.bounds_s = [each.bound_s for each in self.candidates if each.bound_s is not None]
             searched = time.perf_counter()
             if self._backend is not None and not self.interrupt.requested:
                 self._measure(self._backend)
@@ -174,10 +162,10 @@ class _Optimization:
             smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
             with self.interrupt.polled():
                 candidates = self._candidates(smaller, search_trace)
-            if not any(np.isfinite(own.predicted_s) for own in candidates):
+            if not any(np.isfinite(each.predicted_s) for each in candidates):
                 return
             # Runs are only compared with runs of the same rounds.
-            failed = [own for own in self.candidates if own.failure]
+            failed = [each for each in self.candidates if each.failure]
             self.candidates = [*self._run_best(backend, smaller, candidates), *failed]
             self.search_trace = search_trace
 
@@ -237,14 +225,16 @@ class _Optimization:
             should_stop=self.interrupt.asked,
             search_trace=search_trace,
         )
-        found = search.objective.search(request, search.placer)
+        candidates = search.objective.search(request, search.placer)
         if self.coarse is not None:
-            found = [_expanded(candidate, self.coarse) for candidate in found]
-            found += _by_op(problem)  # groups may exclude good placements
+            candidates = [_expanded(candidate, self.coarse) for candidate in candidates]
+            candidates += _by_op(problem)  # groups may exclude good placements
         if self.warm_start is not None:
-            found.append(Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays()))
+            candidates.append(
+                Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
+            )
         simulated = Simulated(problem)
-        return [self._predicted(candidate, simulated) for candidate in found]
+        return [self._predicted(candidate, simulated) for candidate in candidates]
 
     def _predicted(self, candidate: Candidate, simulated: Simulated) -> Candidate:
         """Return a candidate with its prediction, as a placement that gives the simulated order."""
@@ -282,9 +272,9 @@ def _with_less_memory(problem: Problem, share: float) -> Problem:
 
 
 def _by_op(problem: Problem) -> list[Candidate]:
-    found = heuristics(Evaluator(problem))
-    schedulers = [own for own in found if own.kind in (Kind.HEFT, Kind.ETF)]
-    return [replace(own, name=f"{own.name} by op") for own in schedulers]
+    candidates = heuristics(Evaluator(problem))
+    schedulers = [each for each in candidates if each.kind in (Kind.HEFT, Kind.ETF)]
+    return [replace(each, name=f"{each.name} by op") for each in schedulers]
 
 
 def _expanded(candidate: Candidate, coarse: Coarsened) -> Candidate:

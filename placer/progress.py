@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Pace:
             self._steps.append((spent_s, done))
         if len(self._steps) < FEWEST_STEPS or sum(done for _, done in self._steps) < SHORTEST_SHARE:
             return ""
-        return told_left(self._usual_s() * (1.0 - share))
+        return time_left(self._usual_s() * (1.0 - share))
 
     def _usual_s(self) -> float:
         """Return the seconds of the whole stage at the pace of the faster half of the progress."""
@@ -94,18 +93,13 @@ class PlainLines:
 
     def __init__(self) -> None:
         self._title = ""
-        self._began = self._told = 0.0
+        self._began = self._printed = 0.0
         self._pace = Pace()
 
     def __enter__(self) -> PlainLines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._complete()
 
@@ -113,16 +107,16 @@ class PlainLines:
         """Print the end of the previous stage and the new title."""
         self._complete()
         self._title, self._began = title, time.perf_counter()
-        self._told, self._pace = self._began, Pace()
+        self._printed, self._pace = self._began, Pace()
         print(f"{title} ...", file=sys.stderr, flush=True)
 
     def advance(self, share: float, text: str = "") -> None:
         """Print the share, at most every ten seconds."""
         left = self._pace.left(share)
-        if time.perf_counter() - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = time.perf_counter()
-            told = ", ".join(part for part in (f"{share:.0%}", left, text) if part)
-            print(f"{self._title}: {told}", file=sys.stderr, flush=True)
+        if time.perf_counter() - self._printed >= SECONDS_BETWEEN_LINES:
+            self._printed = time.perf_counter()
+            line = ", ".join(part for part in (f"{share:.0%}", left, text) if part)
+            print(f"{self._title}: {line}", file=sys.stderr, flush=True)
 
     def _complete(self) -> None:
         if self._title:
@@ -162,12 +156,7 @@ class Bars:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._complete()
         self._stop_ticking()
@@ -214,10 +203,10 @@ def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
     return Bars() if stream_is_terminal else PlainLines()
 
 
-def told_left(left_s: float) -> str:
+def time_left(left_s: float) -> str:
     """Format a remaining time in a suitable unit.
 
-    >>> told_left(180.0)
+    >>> time_left(180.0)
     '3 min left'
     """
     if left_s >= 5400:

@@ -64,12 +64,12 @@ class Result:
 
         rows = (
             (
-                f"{'> ' if own is self.best else ''}{own.name}",
-                ms(own.predicted_s),
-                ms(self.step_s(own)) if own.measurement is not None else "",
-                f"{ratio:.2f}x" if np.isfinite(ratio := self.speedup_of(own)) else own.why,
+                f"{'> ' if each is self.best else ''}{each.name}",
+                ms(each.predicted_s),
+                ms(self.step_s(each)) if each.measurement is not None else "",
+                f"{ratio:.2f}x" if np.isfinite(ratio := self.speedup_of(each)) else each.why,
             )
-            for own in self.candidates
+            for each in self.candidates
         )
         columns = ("candidate", "predicted ms", "measured ms", "speed-up")
         return html_table(str(self), columns, rows)
@@ -200,16 +200,16 @@ class Result:
             "seed": self.placement.made_by.seed,
             "stopped": self.stopped,
             **extraction_to_dict(self.extraction),
-            "candidates": [self._candidate_to_dict(own) for own in self.candidates],
+            "candidates": [self._candidate_to_dict(each) for each in self.candidates],
         }
 
     def _candidate_to_dict(self, candidate: Candidate) -> dict[str, Any]:
-        seen, measured = candidate.measurement, None
-        if seen is not None and seen.ok:
+        runs, measured = candidate.measurement, None
+        if runs is not None and runs.ok:
             measured = {
-                **_clocks(seen),
-                "spread": seen.spread,
-                "peak_memory_bytes": dict(seen.peak_memory_bytes),
+                **_clocks(runs),
+                "spread": runs.spread,
+                "peak_memory_bytes": dict(runs.peak_memory_bytes),
             }
         step_s = candidate.times_s.get("step_s", candidate.predicted_s)
         return {
@@ -235,19 +235,19 @@ class Result:
         return replace(self, placement=placement)
 
     def _measured(self) -> dict[str, Any] | None:
-        seen, single, unplaced = self.best.measurement, self.single, self.all_cores
-        if seen is None:
+        runs, single, unplaced = self.best.measurement, self.single, self.all_cores
+        if runs is None:
             return None
         measured: dict[str, Any] = {
             "step_s": self.step_s(self.best),
             "clock": "cpu" if self.contended else "wall",
-            **_clocks(seen),
-            "spread": seen.spread,
-            "contention": seen.contention,
-            "rounds": len(seen.wall_s),
+            **_clocks(runs),
+            "spread": runs.spread,
+            "contention": runs.contention,
+            "rounds": len(runs.wall_s),
         }
-        if seen.peak_memory_bytes:
-            measured["peak_memory_bytes"] = dict(seen.peak_memory_bytes)
+        if runs.peak_memory_bytes:
+            measured["peak_memory_bytes"] = dict(runs.peak_memory_bytes)
         if single is not None and single.measurement is not None:
             measured["single_device_step_s"] = self.step_s(single)
             measured |= _clocks(single.measurement, "single_device_")
@@ -270,11 +270,11 @@ def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
     }
 
 
-def _clocks(seen: Measurement, whose: str = "") -> dict[str, float]:
+def _clocks(runs: Measurement, whose: str = "") -> dict[str, float]:
     return {
-        f"{whose}wall_median_s": seen.median_s,
-        f"{whose}wall_min_s": seen.min_s,
-        f"{whose}cpu_clock_s": seen.cpu_clock_median_s,
+        f"{whose}wall_median_s": runs.median_s,
+        f"{whose}wall_min_s": runs.min_s,
+        f"{whose}cpu_clock_s": runs.cpu_clock_median_s,
     }
 
 

@@ -84,7 +84,7 @@ class TwiceAsSlow:
         self, placements: Sequence[placer.Placement], progress: Any = None
     ) -> list[placer.StepResult]:
         results = self.simulated.evaluate(placements, progress)
-        return [placer.StepResult(step_s=2 * own.step_s, peak_memory_bytes={}) for own in results]
+        return [placer.StepResult(step_s=2 * each.step_s, peak_memory_bytes={}) for each in results]
 
 
 def test_a_backend_of_the_user_evaluates_beside_the_simulator(
