@@ -160,25 +160,6 @@ def test_pinned_cores_refuse_modules_and_say_which_devices_run_them() -> None:
         placer.apply(model, on_core, inputs, loss=tiny_models.squared, extractor="modules")
 
 
-def test_a_placement_that_names_another_module_is_refused() -> None:
-    model, inputs = looped()
-    extraction = extract(Workload.of(model, inputs, tiny_models.squared), "modules")
-    graph = GraphArrays.from_graph(extraction.graph)
-    found = Placement.of(graph, linked(), np.ones(len(graph), np.int32), np.zeros(len(graph)))
-    renamed = found.to_dict()
-    renamed["graph"] = ""
-    for part in ("devices", "priority"):
-        renamed[part] = {op.replace("head", "tail"): v for op, v in renamed[part].items()}
-    with pytest.raises(ValueError, match=r"lacks .* such as 'head:Linear'"):
-        placer.apply(
-            model,
-            Placement.from_dict(renamed),
-            inputs,
-            loss=tiny_models.squared,
-            extractor="modules",
-        )
-
-
 def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

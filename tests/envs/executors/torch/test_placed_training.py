@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -87,46 +86,3 @@ def test_scaled_and_clipped_steps_under_autocast_span_devices() -> None:
         assert scaler.get_scale() == 2.0**10
     assert norms[:2] == pytest.approx(norms[2:], rel=1e-2)
     assert_state(placed, plain, 1e-3)
-
-
-def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_by_the_scaler() -> None:
-    placed, plain = placed_and_plain(tiny_models.conv_net)
-    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
-    before = [own.detach().cpu().clone() for own in placed.parameters()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(placed(*plain.inputs)).backward()
-    (far,) = [own for own in placed.parameters() if own.device.type == "vdev"][-1:]
-    assert far.grad is not None
-    far.grad.mul_(float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    after = [own.detach().cpu() for own in placed.parameters()]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert scaler.get_scale() == 2.0
-
-
-def test_its_checkpoint_is_one_of_the_model_and_the_other_way_round(tmp_path: Path) -> None:
-    extraction = extract(tiny_models.tied_weights())
-    placed = PlacedModule(extraction, {c.key: "cpu" for c in extraction.forward.placed_calls})
-    optimizer = torch.optim.AdamW(placed.parameters())
-    placed(*extraction.step.inputs).backward()
-    optimizer.step()
-    torch.save({"model": placed.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
-    saved = torch.load(tmp_path / "a")
-    plain = tiny_models.tied_weights()
-    plain.model.load_state_dict(saved["model"])
-    torch.testing.assert_close(plain.model.state_dict(), extraction.step.model.state_dict())
-    of_plain = torch.optim.AdamW(plain.model.parameters())
-    of_plain.load_state_dict(saved["optimizer"])
-    for module, own in ((plain.model, of_plain), (placed, optimizer)):
-        own.zero_grad()
-        loss = loss_of(plain) if module is plain.model else placed(*extraction.step.inputs)
-        torch.autograd.backward(loss)
-        own.step()
-    assert_state(placed, plain)
-
-    other = extract(tiny_models.tied_weights())
-    there = PlacedModule(other, random_devices(other, two_devices(), 0))
-    torch.save(plain.model.state_dict(), tmp_path / "b")
-    there.load_state_dict(torch.load(tmp_path / "b"))
-    assert_state(there, plain)
