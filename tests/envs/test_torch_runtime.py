@@ -191,6 +191,7 @@ def test_weights_are_sent_again_only_after_another_placement(
         sent.clear()
         assert all(one.ok for one in measurements(backend.evaluate([there, split])))
         assert [size > 0 for size in sent] == [False, True] * 3, "in turn, each begins a round"
+        assert sent[3] >= weights, "the other placement's weights were taken off the devices first"
 
 
 def test_what_was_on_a_device_before_is_no_part_of_a_peak(

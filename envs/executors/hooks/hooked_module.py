@@ -167,7 +167,7 @@ class HookedModule(nn.Module):
         return self
 
     def _renew_recurrent(self) -> None:
-        """Renew the lists of weights that torch passes to kernels of recurrent layers."""
+        """Flatten weights of recurrent layers: kernels of CUDA want them in one piece of memory."""
         for module in self._paths:
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()

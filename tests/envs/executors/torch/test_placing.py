@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from envs.executors.state_devices import State, StateDevices
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload, extract
-from tests.helpers.extracted_steps import fresh, on
+from tests.helpers.extracted_steps import extracted, fresh, on
 from tests.helpers.tiny_models import Plain
-from tests.helpers.trained_alike import gradients, on_cpu
+from tests.helpers.trained_alike import assert_trains_alike, gradients, on_cpu
 
 torch.set_num_threads(1)
 
@@ -28,6 +29,30 @@ def test_gradients_move_with_their_parameters(device: torch.device) -> None:
     placed.place(on(extraction, device, lambda key: True))
     assert {own.device for own in gradients(placed).values()} == {device}
     torch.testing.assert_close(on_cpu(gradients(placed)), before, rtol=0, atol=0)
+
+
+def test_a_device_without_room_leaves_the_old_placement(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, extraction = extracted("attention"), fresh("attention")
+    placed = PlacedModule(extraction, on(extraction, device, lambda key: False))
+    move = StateDevices._move
+    moved: list[torch.device] = []
+
+    def cramped(
+        devices: StateDevices, state: State, tensor: torch.Tensor, home: torch.device
+    ) -> torch.Tensor:
+        moved.append(home)
+        if len(moved) == 3:
+            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        return move(devices, state, tensor, home)
+
+    monkeypatch.setattr(StateDevices, "_move", cramped)
+    with pytest.raises(torch.OutOfMemoryError):
+        placed.place(on(extraction, device, lambda key: True))
+    placed(*extraction.step.inputs)
+    assert {parameter.device.type for parameter in placed.parameters()} == {"cpu"}
+    assert_trains_alike(original.step, placed)
 
 
 # --- the order of launches
