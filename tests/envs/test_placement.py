@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster, Device
-from envs.placement import OBJECTIVES, MadeBy, Placement, module_of
+from envs.placement import OBJECTIVES, MadeBy, Placement
 from envs.placement_file import FORMAT
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
@@ -125,6 +125,8 @@ def test_where_a_module_is_is_told_by_device_and_phase() -> None:
         priority=(0.0,) * 5,
     )
     assert placement.device_of("a") == "y"
+    assert placement.device_of("a.1") == placement.device_of("a.1@2:mm") == "x"
+    assert placement.devices_of("a.0") == {"y": 1, "x": 1}
     assert placement.phases_of("a") == {
         "x": {"forward": 1, "backward": 1, "optimizer": 1},
         "y": {"forward": 1},
@@ -133,31 +135,9 @@ def test_where_a_module_is_is_told_by_device_and_phase() -> None:
     assert placement.device_of("(model)") == "y"
 
 
-def test_device_of_an_op_and_of_a_module() -> None:
-    placement = place(GRAPH, CLUSTER, [0, 1, 1, 1, 0])
-    assert placement.device_of("stem.bn@1:batch_norm#2") == "core:1"
-    assert placement.device_of("stem") == "core:0"
-    assert placement.device_of("stem.bn") == "core:1"
-    assert placement.devices_of("stem") == {"core:1": 2, "core:0": 1}
-    assert placement.devices_of("stemless") == {"core:1": 1}
-
-
 def test_unknown_module_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(KeyError, match=r"no op or module 'stem\.bm'.*did you mean stem\.bn"):
         place(GRAPH, CLUSTER, [0] * 5).device_of("stem.bm")
-
-
-@pytest.mark.parametrize(
-    ("op_id", "module"),
-    [
-        ("a.b:mm", "a.b"),
-        ("a.b@3:backward/mm#2", "a.b"),
-        (":add", ""),
-        ("plain", ""),
-    ],
-)
-def test_module_of_an_op_is_in_its_id(op_id: str, module: str) -> None:
-    assert module_of(op_id) == module
 
 
 def test_placement_of_another_graph_is_refused() -> None:
@@ -252,38 +232,25 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
         ({"devices": {"a": "z"}}, r"devices\['a'\] is 'z'"),
         ({"priority": {"c": 1}}, r"priority\['c'\]"),
         ({"priority": {"a": True}}, r"priority\['a'\] is True"),
-        ({"priority": {"a": 10**400}}, "too large"),
-        ({"priority": {"a": math.inf}}, "op 'a': priority is inf"),
-        ({"graph": 3}, "graph is 3"),
         ({"micro_batches": 1.5}, "micro_batches is 1.5"),
-        ({"micro_batches": True}, "micro_batches is True"),
-        ({"measured": []}, r"measured is \[\]"),
         ({"predicted": {"step_s": None}}, r"predicted\.step_s is None"),
-        ({"measured": {"step_s": -1.0}}, r"measured\.step_s is -1.0"),
         (
             {"predicted": {"step_s": 1.0, "peak_memory_bytes": {"x": "1 GB"}}},
             r"predicted\.peak_memory_bytes\.x is '1 GB'",
         ),
         ({"predicted": {}}, "predicted lacks step_s"),
-        ({"measured": {"rounds": 3}}, "measured lacks step_s"),
         ({"predicted": {"step_s": {"a": 1}}}, r"predicted\.step_s is \{'a': 1\}"),
-        ({"predicted": {"step_s": 1e300}}, r"predicted\.step_s is 1e\+300"),
         ({"measured": {"step_s": 1, "spread": -0.1}}, r"measured\.spread is -0\.1"),
-        ({"measured": {"step_s": 1, "rounds": -1}}, r"measured\.rounds is -1\.0"),
-        ({"measured": {"step_s": 1, "rounds": [7]}}, r"measured\.rounds is \[7\]"),
         ({"measured": {"step_s": 1, "contention": {}}}, r"measured\.contention is \{\}"),
         ({"measured": {"step_s": 1, "note": [math.inf]}}, r"measured\.note is inf"),
         ({"measured": {"step_s": 1, "note": nest(9)}}, r"measured\.note is nested"),
         ({"in_flight": 2**70}, "in_flight is 1180591620717411303424"),
-        ({"micro_batches": 10**6}, "micro_batches is 1000000"),
         ({"devices": {str(i): f"d{i}" for i in range(1025)}}, "1025"),
         ({"replicas": {"groups": [["x"]], "accumulate": 1e300}}, "accumulate is 1"),
-        ({"replicas": {"groups": [["x"]], "reduction": {"every": 2**70}}}, "every is 1"),
         ({"device_order": "ab"}, "device_order is 'ab'"),
         ({"device_order": ["x", "x"]}, "'x' twice"),
         ({"made_by": {"author": "x"}}, r"made_by\.author"),
         ({"made_by": {"seed": "x"}}, r"made_by\.seed is 'x'"),
-        ({"made_by": {"placer": 3}}, r"made_by\.placer is 3"),
     ],
 )
 def test_refusal_of_a_file_starts_with_its_name(
@@ -298,33 +265,3 @@ def test_refusal_of_a_file_starts_with_its_name(
     with pytest.raises(ValueError, match=message) as refusal:
         Placement.load(path, names)
     assert str(refusal.value).startswith(f"{path}: ")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "the file is empty"),
-        ("{", "not JSON"),
-        ("[]", r"the file is \[\]"),
-        ("[" * 200_000, "nested too deeply"),
-        (
-            f'{{"format": "{FORMAT}", "devices": {{"a": "x", "a": "y"}}}}',
-            "devices.a is given twice",
-        ),
-        (
-            json.dumps({"format": FORMAT, "devices": {"a": "x"}})[:-1]
-            + ', "measured": {"step_s": 1, "peak_memory_bytes": {"x": 1, "x": 2}}}',
-            "'x' is given twice in one object",
-        ),
-        (
-            f'{{"format": "{FORMAT}", "devices": {{"a": "x"}}, "cluster": "\\ud800x"}}',
-            r"cluster is '\\ud800x', which cannot be printed",
-        ),
-        (f'{{"format": "{FORMAT}"}}', "the file lacks devices"),
-    ],
-)
-def test_file_that_is_no_json_object_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "placement.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        Placement.load(path)

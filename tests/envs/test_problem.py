@@ -1,4 +1,4 @@
-"""A graph joined with a cluster: costs in ns, allowed devices, links and their queues."""
+"""A graph joined with a cluster: costs in ns and allowed devices; links are the simulator's."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from envs.hardware.cluster import Cluster, Device, Link
-from envs.problem import NO_QUEUE, Problem
+from envs.hardware.cluster import Cluster, Device
+from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from tests.helpers.simulator_cases import fork, one_kind
 
 torch.set_num_threads(1)
 
 
-def cluster_of(*links: Link, kinds: str = "gggg") -> Cluster:
+def cluster_of(kinds: str = "gggg") -> Cluster:
     devices = tuple(
         Device(name=f"d{k}", kind=kind, memory_bytes=1000 + k, launch_s=k * 1e-6)
         for k, kind in enumerate(kinds)
     )
-    return Cluster(name="test", devices=devices, links=links)
-
-
-def link(*between: str, **options: Any) -> Link:
-    return Link(
-        between=between or ("d0", "d1", "d2", "d3"),
-        **{"latency_s": 2e-6, "bandwidth_bytes_per_s": 1e9, **options},
-    )
+    return Cluster(name="test", devices=devices)
 
 
 def problem_of(cluster: Cluster, **op: Any) -> Problem:
@@ -86,84 +80,10 @@ def test_ops_that_cannot_be_placed_are_named(op: dict[str, Any], message: str) -
         problem_of(cluster_of(), **op)
 
 
-def test_transfers_take_latency_and_bytes_over_bandwidth() -> None:
-    problem = problem_of(cluster_of(link()))
-    assert problem.transfer_ns(0, 0, 1) == 2000
-    assert problem.transfer_ns(5000, 0, 1) == 7000
-
-
-@pytest.mark.parametrize(
-    ("sharing", "full_duplex", "queues", "equal", "different"),
-    [
-        ("bus", True, 1, [(0, 1), (1, 0), (2, 3)], []),
-        ("pair", True, 12, [], [(0, 1), (1, 0), (2, 3)]),
-        ("pair", False, 6, [(0, 1), (1, 0)], [(0, 1), (2, 3)]),
-        ("egress", True, 4, [(0, 1), (0, 2), (0, 3)], [(0, 1), (1, 0)]),
-        ("egress", False, 4, [(0, 1), (0, 2), (0, 3)], [(0, 1), (1, 0)]),
-    ],
-)
-def test_sharing_says_which_transfers_wait_in_one_queue(
-    sharing: str,
-    full_duplex: bool,
-    queues: int,
-    equal: list[tuple[int, int]],
-    different: list[tuple[int, int]],
-) -> None:
-    problem = problem_of(cluster_of(link(sharing=sharing, full_duplex=full_duplex)))
-    assert problem.queue_count == queues
-    assert len({problem.queue[pair] for pair in equal}) <= 1
-    assert len({problem.queue[pair] for pair in different}) == len(different)
-    ports = sharing == "egress" and not full_duplex
-    assert (problem.second_queue[0, 1] == problem.queue[1, 0]) == ports
-    assert (problem.second_queue == NO_QUEUE).all() != ports
-
-
-@pytest.mark.parametrize(
-    ("options", "queues", "equal", "different"),
-    [
-        ({"sharing": "egress"}, 3, [(0, 2), (1, 3)], [(0, 2), (2, 0), (3, 0)]),
-        ({"sharing": "pair"}, 6, [(0, 2), (1, 2)], [(0, 2), (0, 3), (2, 0), (2, 3)]),
-        ({"sharing": "pair", "full_duplex": False}, 3, [(0, 2), (2, 1)], [(0, 2), (0, 3), (2, 3)]),
-        ({"sharing": "bus"}, 1, [(0, 2), (2, 3)], []),
-    ],
-)
-def test_devices_that_share_a_port_share_its_queues(
-    options: dict[str, Any],
-    queues: int,
-    equal: list[tuple[int, int]],
-    different: list[tuple[int, int]],
-) -> None:
-    problem = problem_of(cluster_of(link(ports=(("d0", "d1"),), **options)))
-    assert problem.queue_count == queues
-    assert not problem.connected[0, 1]
-    assert len({problem.queue[pair] for pair in equal}) == 1
-    assert len({problem.queue[pair] for pair in different}) == len(different)
-
-
-@pytest.mark.parametrize("options", [{"ingress": True}, {"full_duplex": False}])
-def test_a_transfer_occupies_the_ports_of_both_ends(options: dict[str, Any]) -> None:
-    problem = problem_of(cluster_of(link(ports=(("d0", "d1"), ("d2", "d3")), **options)))
-    one_port = not options.get("ingress", False)
-    assert problem.queue_count == (2 if one_port else 4)
-    assert problem.queue[0, 2] == problem.queue[1, 3]
-    assert problem.second_queue[0, 2] == problem.second_queue[1, 3] != problem.queue[0, 2]
-    assert (problem.second_queue[0, 2] == problem.queue[2, 0]) == one_port
-
-
-def test_the_first_listed_link_counts() -> None:
-    fast = link("d0", "d1", latency_s=1e-6, order="priority", sharing="pair")
-    problem = problem_of(cluster_of(fast, link(sharing="bus")))
-    assert problem.latency_s[0, 1] == 1e-6
-    assert problem.latency_s[0, 2] == 2e-6
-    assert problem.queue_by_priority[problem.queue[0, 1]]
-    assert not problem.queue_by_priority[problem.queue[0, 2]]
-
-
-@pytest.mark.parametrize(("phase", "held"), [("forward", 64), ("backward", 0)])
-def test_saved_bytes_are_held_unless_backward_is_in_the_graph(phase: str, held: int) -> None:
-    graph = new_graph("saved")
-    add_op(graph, "a", cost_s={"*": 1e-6}, saved_bytes=64)
-    add_op(graph, "b", cost_s={"*": 1e-6}, phase="backward" if phase == "backward" else "forward")
-    add_edge(graph, "a", "b")
-    problem = Problem.of(GraphArrays.from_graph(graph), cluster_of())
-    assert problem.held_bytes.tolist() == [held, 0]
+@pytest.mark.parametrize("key", ["output_bytes", "parameter_bytes", "workspace_bytes"])
+def test_bytes_that_do_not_add_up_in_63_bits_are_refused(key: str) -> None:
+    graph = fork(5)
+    for node in graph.nodes.values():
+        node[key] = 1 << 60
+    with pytest.raises(ValueError, match=r"6.92e\+18 bytes in all"):
+        Problem.of(GraphArrays.from_graph(graph), one_kind(2))

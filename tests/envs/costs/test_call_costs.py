@@ -196,25 +196,6 @@ def test_other_shapes_and_precisions_are_other_calls(monkeypatch: pytest.MonkeyP
 # --- memory
 
 
-def test_gradients_count_once_like_their_parameters() -> None:
-    step = tiny_models.tied_weights()
-    nodes = call_graph(extract(step)).graph.nodes(data=True)
-    parameters = {id(p): p.nbytes for p in step.model.parameters()}
-    assert sum(node["parameter_bytes"] for _, node in nodes) == sum(parameters.values())
-    assert sum(node["gradient_bytes"] for _, node in nodes) == sum(parameters.values())
-
-
-def test_inference_and_frozen_parameters_have_no_gradients() -> None:
-    for step in (tiny_models.structured_output(), tiny_models.INFERENCE["conv_net_inference"]()):
-        nodes = call_graph(extract(step)).graph.nodes(data=True)
-        assert not any(node["gradient_bytes"] for _, node in nodes)
-    step = tiny_models.conv_net()
-    step.model.get_submodule("0").requires_grad_(False)
-    trained = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
-    nodes = call_graph(extract(step)).graph.nodes(data=True)
-    assert sum(node["gradient_bytes"] for _, node in nodes) == trained
-
-
 def test_torch_devices_keep_room_for_gaps_between_tensors() -> None:
     runtime = TorchRuntime(extract(tiny_models.conv_net()), pair())
     planned = runtime.planned(pair())

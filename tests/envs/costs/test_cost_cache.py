@@ -60,18 +60,6 @@ def test_a_session_of_unknown_noise_counts_as_noisy(cache: CostCache) -> None:
     assert cost_s(cache) == 5.0
 
 
-def test_after_five_sessions_the_oldest_is_forgotten(cache: CostCache) -> None:
-    cache.store(HERE, session({"a": 1.0, "b": 1.0}))
-    for _ in range(4):
-        cache.store(HERE, session({"a": 8.0}, spread=0.5))
-    assert cost_s(cache) == 1.0
-    cache.store(HERE, session({"a": 8.0}, spread=0.5))
-    assert cost_s(cache) == 8.0
-    assert cost_s(cache, "b") == 1.0
-    (holding,) = cache.holdings()
-    assert (holding.signatures, holding.sessions) == (2, 6)
-
-
 @settings(max_examples=40)
 @given(st.lists(st.tuples(SPREADS, st.dictionaries(st.sampled_from("ab"), COSTS_S)), max_size=8))
 def test_what_is_known_is_what_the_rule_says(

@@ -216,10 +216,3 @@ def test_a_model_without_memory_for_its_parameters_is_modelled_on_described_devi
     (cost_s,) = op_costs(extraction, Cluster(name="gpu", devices=(GPU,)))["gpu"].cost_s
     moved_bytes = 4 * (50_000 * 50_000 + 50_000 + 2 * 4 * 50_000)
     assert cost_s == pytest.approx(moved_bytes / 1e11)
-
-
-@pytest.mark.usefixtures("cache")
-def test_without_a_device_that_is_here_nothing_is_run(profiled: list[list[str]]) -> None:
-    costs = op_costs(extract(tiny_models.conv_net()), Cluster(name="gpu", devices=(GPU,)))
-    assert list(costs) == ["gpu"]
-    assert profiled == []

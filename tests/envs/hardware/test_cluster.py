@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from envs.hardware.cluster import (
     FORMAT,
     LINK_ORDERS,
+    MOST_DEVICES,
     RANGES,
     SHARINGS,
     Cluster,
@@ -121,19 +122,6 @@ def test_cluster_survives_the_round_trip_through_toml(
     assert cluster_to_toml(again) == cluster_to_toml(cluster)
 
 
-def test_measured_numpy_numbers_are_written_as_plain_ones() -> None:
-    made = Device(
-        name="core:0",
-        kind="core",
-        memory_bytes=8,
-        launch_s=np.float64(2e-6),
-        peak_flop_per_s=np.float64(np.inf),
-    )
-    text = cluster_to_toml(Cluster(name="measured", devices=(made,)))
-    assert "launch_s = 2e-06\n" in text
-    assert "peak_flop_per_s = inf\n" in text
-
-
 @given(clusters())
 def test_a_problem_joins_the_pairs_of_devices_that_links_join(cluster: Cluster) -> None:
     graph = new_graph("one op")
@@ -173,12 +161,6 @@ def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
         Link(between=("a", "b", "c"), latency_s=0.0, bandwidth_bytes_per_s=1.0, one_way=True)
 
 
-@pytest.mark.parametrize("memory_bytes", [math.inf, math.nan, 2**63, 9.3e18, -1, 0.5])
-def test_memory_that_is_no_number_of_bytes_is_refused_by_the_device(memory_bytes: Any) -> None:
-    with pytest.raises(ValueError, match="device 'huge': memory_bytes is"):
-        Device(name="huge", kind="gpu", memory_bytes=memory_bytes)
-
-
 def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
     cluster = cluster_from_dict(pair())
     assert cluster.index("core:1") == 1
@@ -190,30 +172,16 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
     ("content", "message"),
     [
         (pair(format="placer-cluster/2"), "format is 'placer-cluster/2', this version reads"),
-        ({"name": "no format"}, "the file lacks format"),
         (pair(devices=[]), "unknown key devices; did you mean device?"),
-        (pair(name=3), "name is 3, not a string"),
-        (pair(device={}), r"device is \{\}, not a list"),
-        (pair(device=[3]), r"device\[0\] is 3, not an object"),
         (pair(device=[]), "cluster 'pair' has no devices"),
-        (pair(device=[{"name": "x"}]), r"device\[0\] lacks kind, memory_bytes"),
         (pair(device=[device(memory=3)]), r"unknown key device\[0\]\.memory; did you mean"),
         (pair(device=[device(), device()]), "names core:0 more than once"),
         (pair(device=[device(name="")]), "device '' of kind 'core': neither may be empty"),
-        (pair(device=[device(kind="")]), "of kind '': neither may be empty"),
         (pair(device=[device(memory_bytes=True)]), r"device\[0\]\.memory_bytes is True"),
-        (pair(device=[device(memory_bytes=-1)]), "device 'core:0': memory_bytes is -1, not within"),
-        (pair(device=[device(launch_s=10**400)]), r"device\[0\]\.launch_s is too large a number"),
-        (pair(device=[device(price_per_hour="2.49")]), r"device\[0\]\.price_per_hour is '2.49'"),
-        (pair(link=[{"latency_s": 1}]), r"link\[0\] lacks between, bandwidth_bytes_per_s"),
         (pair(link=[link(between="core:0")]), r"link\[0\]\.between is 'core:0', not a list"),
         (pair(link=[link(between=["core:0"])]), "name at least two different devices"),
-        (pair(link=[link(between=["core:0"] * 2)]), "name at least two different devices"),
         (pair(link=[link(between=["core:0", "gpu"])]), "names device 'gpu'"),
-        (pair(link=[link(latency_s=-1)]), "link between core:0, core:1: latency_s is -1.0, not"),
         (pair(link=[link(sharing="ring")]), "sharing is 'ring'"),
-        (pair(link=[link(order="lifo")]), "order is 'lifo'"),
-        (pair(link=[link(ports="core:0")]), r"link\[0\]\.ports is 'core:0', not a list"),
         (pair(link=[link(ports=["core:0"])]), r"link\[0\]\.ports\[0\] is 'core:0', not"),
         (pair(link=[link(ports=[["gpu"]])]), "ports names 'gpu'"),
         (pair(link=[link(ports=[["core:0"], ["core:0"]])]), "names 'core:0' more than once"),
@@ -221,8 +189,6 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
         (pair(link=[link(ports=[["core:0", "core:1"]])]), "all devices share one port"),
         (pair(link=[link(ingress=1)]), r"link\[0\]\.ingress is 1, not true or false"),
         (pair(link=[link(ingress=True, full_duplex=False)]), "ingress is for full-duplex links"),
-        (pair(link=[link(ingress=True, sharing="pair")]), 'links with sharing = "egress"'),
-        (pair(transfers=[]), r"transfers is \[\], not an object"),
         (pair(transfers={"once": True}), r"unknown key transfers\.once"),
         (pair(transfers={"once_per_destination": 1}), r"transfers\.once_per_destination is 1, not"),
     ],
@@ -232,25 +198,15 @@ def test_fault_is_refused_with_its_place(content: dict[str, Any], message: str) 
         cluster_from_dict(content)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("format = ", "Invalid value"),
-        ("a = 1\na = 2", "Cannot overwrite a value"),
-        ("a = " + "[" * 100_000, "nested too deeply"),
-        ('format = "x"', "format is 'x'"),
-        ("\xff", "can't decode"),
-    ],
-)
-def test_refusal_of_a_file_starts_with_its_name(text: str, message: str, tmp_path: Path) -> None:
+def test_refusal_of_a_file_starts_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=message) as refusal:
+    path.write_text('format = "x"')
+    with pytest.raises(ValueError, match="format is 'x'") as refusal:
         load_cluster(path)
     assert str(refusal.value).startswith(f"{path}: ")
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**7))
 def test_a_placement_on_part_of_a_cluster_takes_the_same_step_on_that_part_alone(seed: int) -> None:
     graph, cluster, _, priority = random_case(seed, bad_places=False)
@@ -262,3 +218,21 @@ def test_a_placement_on_part_of_a_cluster_takes_the_same_step_on_that_part_alone
     assert alone.step_ns == whole.step_ns
     assert alone.start_ns.tolist() == whole.start_ns.tolist()
     assert alone.peak_bytes.tolist() == whole.peak_bytes[part].tolist()
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_numbers_of_devices_and_links_beyond_their_ranges_are_refused(key: str) -> None:
+    low, high = RANGES[key]
+    device: dict[str, Any] = {"name": "d", "kind": "k", "memory_bytes": 1}
+    link: dict[str, Any] = {"between": ("d", "e"), "latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}
+    for value in (np.nextafter(low, -math.inf), -math.inf, math.nan, 2 * high):
+        if not (low <= value <= high) and not (key == "peak_flop_per_s" and math.isnan(value)):
+            with pytest.raises(ValueError, match=f"{key} is .*{low:g} .. "):
+                Link(**link | {key: value}) if key in link else Device(**device | {key: value})
+
+
+def test_clusters_of_too_many_devices_are_refused() -> None:
+    devices = tuple(Device(name=f"d{i}", kind="k", memory_bytes=1) for i in range(MOST_DEVICES + 1))
+    with pytest.raises(ValueError, match=r"1025 devices.* 1024"):
+        Cluster(name="c", devices=devices)
+    assert len(Cluster(name="c", devices=devices[1:])) == MOST_DEVICES

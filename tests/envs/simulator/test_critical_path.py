@@ -14,7 +14,6 @@ from envs.problem import NO_QUEUE, Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
 from envs.simulator.critical_path import (
     Holder,
-    Idle,
     Stretch,
     critical_path,
     critical_path_to_list,
@@ -123,25 +122,6 @@ def test_the_path_of_a_long_chain_between_two_devices_is_the_whole_chain(
     assert {part.kind for part in path[1::2]} == {"transfer"}
 
 
-def test_a_path_through_an_output_that_many_devices_read_is_found_by_its_edges() -> None:
-    count = 50_000
-    graph = flat_graph(
-        "fan",
-        cost_s=np.full(count, 1e-7),
-        source=np.zeros(count - 1, np.int64),
-        target=np.arange(1, count),
-        output_bytes=np.ones(count, np.int64),
-    )
-    problem = Problem.of(graph, replace(one_kind(2, sharing="bus"), once_per_destination=False))
-    devices = (np.arange(count) > 0).astype(np.int32)
-    path = critical_path(problem, Simulator(problem).run(devices, np.zeros(count)))
-    assert [(part.kind, part.after) for part in path[-2:]] == [
-        ("transfer", "link busy"),
-        ("compute", "transfer"),
-    ]
-    assert path[-3].holder == Holder(op=0, source=0, destination=1)
-
-
 def test_an_idle_time_is_divided_by_what_the_device_waits_for() -> None:
     case = (fork(2), one_kind(3, sharing="bus"), [0, 1, 2], [0.0] * 3)
     problem, devices, priority = problem_of(case)
@@ -158,12 +138,6 @@ def test_an_idle_time_is_divided_by_what_the_device_waits_for() -> None:
     ]
     assert [(idle.producer, idle.reader) for idle in found if idle.device == 2] == [(0, 2)] * 3
     assert found[5].holder == Holder(op=0, source=0, destination=1)
-
-
-def test_a_device_without_ops_has_nothing_to_do() -> None:
-    problem, devices, priority = problem_of((fork(2), one_kind(2), [0, 0, 0], [0.0] * 3))
-    found = idle_times(problem, Simulator(problem).run(devices, priority))
-    assert found == [Idle(device=1, start_ns=0, end_ns=3000, waiting="nothing left")]
 
 
 @settings(max_examples=200)

@@ -1,8 +1,6 @@
-"""The max-load objective: by hand, against its plain twin, and its search against the optimum."""
+"""The max-load objective: by hand, and against its plain twin."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
@@ -10,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.instances import profile_names, profiled
+from benchmarks.instances import profiled
 from envs.compiled import compiled_borrowing
 from envs.hardware.cluster import Cluster, Device
-from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import load_bound_ns
 from envs.simulator.max_load import (
@@ -26,11 +23,9 @@ from envs.simulator.max_load import (
     max_load_ns,
     overload_reason,
 )
-from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.search.annealing.max_load import minimize_max_load
-from placer.search.request import Budget, SearchRequest
+from graphs.graph import add_op, new_graph
 from tests.helpers.max_load_twin import twin_loads
-from tests.helpers.random_problems import every_placement, keeps_groups, random_problem
+from tests.helpers.random_problems import every_placement, random_problem
 from tests.helpers.simulator_cases import Case, fork, one_kind, problem_of, random_case
 
 
@@ -108,36 +103,6 @@ def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
     assert loads.load_ns.tolist() == loads_ns(problem, devices).tolist()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
-    problem = random_problem(
-        seed,
-        ops=9,
-        devices=2 + seed % 2,
-        groups=seed % 3 == 0,
-        pins=seed % 4 == 1,
-        unequal=seed % 2 == 1,
-        memory_bytes=10_000_000 if seed % 5 == 2 else 10**12,
-    )
-    found = minimize_max_load(SearchRequest(problem, Budget(evaluations=60_000), seed=seed))
-    best = max_load_ns(problem, found[0].devices)[0]
-    assert best == max_load_ns(problem, every_placement(problem)).min()
-    assert keeps_groups(problem, found[0].devices)
-
-
-def test_a_pipeline_of_equal_stages_is_cut_into_equal_parts() -> None:
-    graph = new_graph("chain")
-    for i in range(40):
-        add_op(graph, f"op{i}", cost_s={"*": 1e-6}, output_bytes=1)
-        if i:
-            add_edge(graph, f"op{i - 1}", f"op{i}")
-    cluster = one_kind(4, latency_s=1e-7, bandwidth_bytes_per_s=math.inf)
-    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-    found = minimize_max_load(SearchRequest(problem, Budget(evaluations=60_000)))
-    # Inner parts pay for two transfers of 0.1 us: ten ops each, 10.2 us.
-    assert max_load_ns(problem, found[0].devices).tolist() == [10_200]
-
-
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), tight=st.booleans(), pins=st.booleans(), unequal=st.booleans())
 def test_no_placement_has_a_smaller_load_than_the_bound(
@@ -155,23 +120,3 @@ def test_one_heavy_op_bounds_the_load() -> None:
     heaviest_ns = int(problem.cost_ns.max())
     assert heaviest_ns > problem.cost_ns[:, 0].sum() / 4
     assert load_bound_ns(problem) == heaviest_ns
-
-
-def test_profiles_are_read_as_their_files_say() -> None:
-    assert len(profile_names()) == 13
-    problem = profiled("vgg16")
-    assert (problem.op_count, problem.device_count) == (41, 4)
-    assert problem.cost_ns.sum(axis=0).tolist() == [690_507_000] * 4
-    assert problem.graph.parameter_bytes.sum() == 553_430_176
-
-
-@pytest.mark.parametrize(
-    ("name", "proven_ns"),
-    [("alexnet", 651_326_067), ("squeezenet1_0", 490_061_067), ("vgg16", 284_421_213)],
-)
-def test_the_search_finds_the_proven_optimum_of_published_profiles(
-    name: str, proven_ns: int
-) -> None:
-    problem = profiled(name)
-    found = minimize_max_load(SearchRequest(problem, Budget(evaluations=200_000)))
-    assert max_load_ns(problem, found[0].devices).tolist() == [proven_ns]

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.hardware.cluster import SHARINGS, Sharing
-from envs.problem import Floats, Problem
+from envs.hardware.cluster import RANGES, SHARINGS, Cluster, Link, Sharing
+from envs.problem import HORIZON_NS, Floats, Problem
+from envs.simulator.max_load import max_load_ns
+from graphs.graph import LARGEST_BYTES, GraphArrays
+from placer.search.annealing.step_time import StepTimeAnnealing
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.arrays import scheduling_arrays
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.simulator_cases import fork, one_kind
 
 
 def heft_twin(problem: Problem) -> tuple[list[int], list[int]]:
@@ -132,3 +141,37 @@ def test_a_full_device_is_left_out_where_another_has_room() -> None:
 def test_weights_of_another_shape_or_that_are_not_finite_are_refused(weights: Floats) -> None:
     with pytest.raises(ValueError, match=r"shape|finite"):
         decode_batch(scheduling_arrays(random_problem(0)), weights)
+
+
+def with_link(**link: Any) -> Problem:
+    """Return a fork on two devices with one edge of the largest size and the others of 0 bytes."""
+    devices = one_kind(2).devices
+    graph = fork(3, moved=0)
+    graph.edges["s", "0"]["bytes"] = LARGEST_BYTES
+    plain: dict[str, Any] = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}
+    joined = Link(between=("d0", "d1"), **plain | link)
+    return Problem.of(
+        GraphArrays.from_graph(graph), Cluster(name="c", devices=devices, links=(joined,))
+    )
+
+
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("key", ["latency_s", "bandwidth_bytes_per_s"])
+def test_links_at_the_ends_of_their_ranges_are_searched_and_simulated(key: str, end: int) -> None:
+    problem = with_link(**{key: RANGES[key][end]})
+    evaluator = Evaluator(problem)
+    for plan in heuristics(evaluator):
+        assert set(plan.devices.tolist()) <= {0, 1}
+    run = StepTimeAnnealing(evaluator, heuristics(evaluator)[0], seed=0)
+    run.run(50, first=0, total=50)
+    assert run.best().step_ns <= heuristics(evaluator)[0].step_ns == 4000
+    assert 0 <= problem.transfer_ns(LARGEST_BYTES, 0, 1) <= HORIZON_NS
+    assert max_load_ns(problem, np.zeros((1, 4), np.int32)).tolist() == [4000]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_decoders_choose_devices_even_where_times_are_no_numbers(value: float) -> None:
+    scheduling = Evaluator(with_link()).scheduling
+    scheduling.latency[:] = value
+    devices, _ = decode(scheduling, HEFT)
+    assert set(devices.tolist()) <= {0, 1}
