@@ -264,5 +264,6 @@ def _forward(
 def ties_of(step: Workload) -> dict[str, str]:
     """Return {further name: first name} of parameters and buffers that are the same tensor."""
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(own), name) for name, own in step.named_state().items()}
+    state = step.named_state()
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
     return {name: known for name, known in names.items() if name != known}

@@ -83,7 +83,7 @@ class Value:
     def is_laid_out_as(self, other: Value) -> bool:
         """Return whether two tensors of one shape have their elements in the same memory order."""
         strides = zip(self.shape, self.stride, other.stride, strict=True)
-        return all(own == theirs for size, own, theirs in strides if size > 1)
+        return all(stride == others for size, stride, others in strides if size > 1)
 
     @property
     def size_bytes(self) -> int:

@@ -21,7 +21,8 @@ from graphs.extract.program import Call, Ref, Role, Source, StepProgram, Value
 from graphs.optimizer import STATE, Optimizer
 from graphs.workload import StepError
 
-SCALAR: Final = ()
+LEARNING_RATE: Final = Value((), (), torch.float64, -1)
+STEP_COUNT: Final = Value((), (), torch.float32, -1)
 
 
 def with_optimizer(
@@ -49,7 +50,7 @@ class _Updates:
         }
 
     def build(self) -> tuple[StepProgram, tuple[OpFacts, ...]]:
-        rate = self._source("learning_rate", "", SCALAR, SCALAR, torch.float64)
+        rate = self._source("learning_rate", "", LEARNING_RATE)
         for name, gradient in self.program.gradients.items():
             self._update(name, gradient, rate)
         program = replace(
@@ -74,13 +75,11 @@ class _Updates:
         module, _, leaf = name.rpartition(".")
         if not self.values[gradient].is_laid_out_as(form):
             gradient = self._laid_out(module, parameter, gradient)
-        kept = [
-            self._source("optimizer", f"{slot}.{name}", form.shape, form.stride, form.dtype)
-            for slot in STATE[self.optimizer.kind]
-        ]
+        slots = STATE[self.optimizer.kind]
+        kept = [self._source("optimizer", f"{slot}.{name}", form) for slot in slots]
         counts = []
         if self.optimizer.counts_steps:
-            counts = [self._source("step_count", name, SCALAR, SCALAR, torch.float32)]
+            counts = [self._source("step_count", name, STEP_COUNT)]
         kernel, numbers = self.optimizer.kernel
         lists = [kept[:1], kept[1:], [], counts] if counts else [kept]
         self._call(
@@ -92,7 +91,7 @@ class _Updates:
                 args=(
                     [Ref(parameter)],
                     [Ref(gradient)],
-                    *([Ref(v) for v in state] for state in lists),
+                    *([Ref(value) for value in state] for state in lists),
                 ),
                 kwargs={"lr": Ref(rate), **numbers},
                 outputs=(),
@@ -104,8 +103,7 @@ class _Updates:
 
     def _laid_out(self, module: str, parameter: int, gradient: int) -> int:
         """Return the gradient in the parameter's layout, which autograd keeps and kernels need."""
-        form = self.values[parameter]
-        result = self._value(form.shape, form.stride, form.dtype)
+        result = self._value(self.values[parameter])
         self._call(
             "copy",
             module,
@@ -125,18 +123,11 @@ class _Updates:
         self.calls.append(call)
         self.facts.append(OpFacts(name, module, module, "optimizer", 0, None, None))
 
-    def _source(
-        self,
-        role: Role,
-        name: str,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> int:
-        value = self._value(shape, stride, dtype)
+    def _source(self, role: Role, name: str, form: Value) -> int:
+        value = self._value(form)
         self.sources.append(Source(value, role, name))
         return value
 
-    def _value(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
-        self.values.append(Value(shape, stride, dtype, len(self.values)))
+    def _value(self, form: Value) -> int:
+        self.values.append(replace(form, root=len(self.values)))
         return len(self.values) - 1

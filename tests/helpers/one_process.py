@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,16 @@ from envs.executors.cores.arena import (
     load_state,
 )
 from envs.executors.cores.compiled_list import CompiledList, Signals
-from envs.executors.cores.instruction_lists import Instruction, Receive, Send
+from envs.executors.cores.instruction_lists import (
+    Instruction,
+    Receive,
+    Send,
+    device_lists,
+    priority_order,
+)
 from graphs.extract import Extraction
 from graphs.extract.export.trace import Position
-from tests.helpers.tiny_models import Outcome
+from tests.helpers.tiny_models import Outcome, assert_same, eager, tied_gradients
 
 
 def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:
@@ -117,3 +124,33 @@ def _counters(count: int) -> Iterator[dict[tuple[int, int], int]]:
     finally:
         for descriptor in counters.values():
             os.close(descriptor)
+
+
+def run_placed(extraction: Extraction, devices: int = 2, seed: int | None = None) -> Outcome:
+    """Run a step with its ops on devices in turn, or at random with random priorities."""
+    count = extraction.program.op_count
+    if seed is None:
+        lists = device_lists(
+            extraction.program, [i % devices for i in range(count)], range(count), devices
+        )
+        return run(extraction, lists)
+    randomly = random.Random(seed)
+    order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
+    chosen = [randomly.randrange(devices) for _ in range(count)]
+    return run(extraction, device_lists(extraction.program, chosen, order, devices))
+
+
+def assert_runs_as_eager(extraction: Extraction, *, exact: bool = False) -> None:
+    """Assert that a placed step gives the outputs, gradients and state that torch computes."""
+    placed, expected = run_placed(extraction, 3, seed=0), eager(extraction.step)
+    gradients = tied_gradients(placed.gradients, extraction.step)
+    output = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, expected.output)
+    for result, reference in (
+        (placed.output, output),
+        (gradients, expected.gradients),
+        (placed.state, expected.state),
+    ):
+        if exact:
+            assert_same(result, reference)
+        else:
+            torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)

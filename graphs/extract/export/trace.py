@@ -56,18 +56,14 @@ OF_PROGRAMS = frozenset(
 @functools.cache
 def reserved_names() -> frozenset[str]:
     """Return the names that no submodule, parameter or buffer of an exported model can have."""
-    own = dir(fx.GraphModule(nn.Module(), fx.Graph()))
-    return frozenset(own) - frozenset(dir(nn.Module())) | OF_PROGRAMS
+    attributes = dir(fx.GraphModule(nn.Module(), fx.Graph()))
+    return frozenset(attributes) - frozenset(dir(nn.Module())) | OF_PROGRAMS
 
 
 def reserved_at_the_top(model: nn.Module) -> list[str]:
     """Return the reserved names of the model's own submodules, parameters and buffers."""
-    own = [
-        *(name for name, _ in model.named_children()),
-        *(name for name, _ in model.named_parameters(recurse=False)),
-        *(name for name, _ in model.named_buffers(recurse=False)),
-    ]
-    return [name for name in own if name in reserved_names()]
+    names = (*model._modules, *model._parameters, *model._buffers)
+    return [name for name in names if name in reserved_names()]
 
 
 def reserved_modules(model: nn.Module) -> list[str]:

@@ -13,11 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.executors.cores.instruction_lists import device_lists
-from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
+from graphs.extract import ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS
 from tests.helpers import one_process
-from tests.helpers.tiny_models import Plain, assert_same, eager, squared
+from tests.helpers.tiny_models import Plain, squared
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 EVERY_WAY = pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
@@ -78,14 +77,6 @@ def hidden(m: Any, x: Tensor) -> Any:
     return m.second(Hidden.apply(m.first, x.requires_grad_()))  # type: ignore[no-untyped-call]
 
 
-def assert_runs_as_eager(extraction: Extraction) -> None:
-    count = extraction.program.op_count
-    lists = device_lists(extraction.program, [i % 2 for i in range(count)], range(count), 2)
-    found, expected = one_process.run(extraction, lists), eager(extraction.step)
-    assert_same(found.output, expected.output.detach())
-    assert_same(found.gradients, expected.gradients)
-
-
 @pytest.mark.parametrize("function", [checkpointed, rounded])
 def test_what_an_export_would_not_keep_is_recorded(function: Callable[..., Any]) -> None:
     step = two_layers(function)
@@ -94,7 +85,7 @@ def test_what_an_export_would_not_keep_is_recorded(function: Callable[..., Any])
     assert f'File "{__file__}", line {function.__code__.co_firstlineno + 1}' in str(refused.value)
     extraction = extract(step)
     assert extraction.extractor == "dispatch"
-    assert_runs_as_eager(extraction)
+    one_process.assert_runs_as_eager(extraction, exact=True)
 
 
 def test_a_checkpointed_step_counts_what_is_computed_again_and_saves_less() -> None:

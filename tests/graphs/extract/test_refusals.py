@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from envs.executors.cores.instruction_lists import device_lists
 from graphs.extract import ExtractionError, StepError, Workload, dispatch, errors, extract
 from graphs.extract.errors import first_line
 from graphs.extract.extraction import EXTRACTORS
-from tests.helpers import one_process
-from tests.helpers.tiny_models import Plain, assert_same, eager, squared
+from tests.helpers import one_process, tiny_models
+from tests.helpers.tiny_models import Plain, assert_same, squared
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 EVERY_WAY = pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
@@ -34,11 +34,7 @@ def vmapped() -> Workload:
 def test_a_model_with_vmap_is_placed_on_cores() -> None:
     extraction = extract(vmapped())
     assert extraction.extractor == "export"
-    count = extraction.program.op_count
-    lists = device_lists(extraction.program, [i % 2 for i in range(count)], range(count), 2)
-    found, expected = one_process.run(extraction, lists), eager(extraction.step)
-    torch.testing.assert_close(found.output, expected.output.detach())
-    torch.testing.assert_close(found.gradients, expected.gradients)
+    one_process.assert_runs_as_eager(extraction)
 
 
 def test_what_devices_of_torch_cannot_run_is_told_when_they_are_asked_for() -> None:
@@ -64,34 +60,133 @@ def test_a_formula_that_fails_is_a_refusal_with_what_it_says() -> None:
 # --- faulty steps
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused_in_training(kind: Any, extractor: str) -> None:
-    def looked_up(m: Any, rows: Tensor) -> Tensor:
-        out: Tensor = m.table(rows).sum()
-        return out
+def linear_step(function: Callable[..., Any], *inputs: Any, training: bool = True) -> Workload:
+    return Workload.of(Plain(function, linear=nn.Linear(8, 8)), inputs or X, training=training)
 
+
+def refusal(step: Workload) -> str:
+    with pytest.raises(ExtractionError) as refused:
+        extract(step, "export")
+    text = str(refused.value)
+    assert len(text) < 600
+    assert "\n" not in text
+    return text
+
+
+def branching(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.linear(x).sum() if x.sum() > 0 else x.sum()
+    return out
+
+
+def counting(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.linear(x)[: int(x.sum().item())].sum()
+    return out
+
+
+def masking(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.linear(x)[x[:, 0] > 0].sum()
+    return out
+
+
+def conditional(m: Any, x: Tensor) -> Tensor:
+    branches = (lambda y: y.sin(), lambda y: y.cos())
+    out: Tensor = torch.cond(x.sum() > 0, *branches, (m.linear(x),)).sum()
+    return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (branching, "control flow"),
+        (counting, "depends on"),
+        (masking, "depends on"),
+        (conditional, "higher-order ops"),
+        (lambda m, x: m.linear(x.add_(1)).sum(), "in place; clone it first"),
+        (lambda m, x: m.linear(x[:, :3]).sum(), "must run on the example inputs"),
+        (lambda m, x: m.missing(x), "has no attribute 'missing'"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_a_sentence(
+    function: Callable[..., Any], reason: str, training: bool
+) -> None:
+    assert reason in refusal(linear_step(function, training=training))
+
+
+def test_a_refusal_names_the_line_of_the_model() -> None:
+    assert f'{__file__}", line {branching.__code__.co_firstlineno + 1}' in refusal(
+        linear_step(branching)
+    )
+
+
+def test_an_input_that_requires_a_gradient_is_refused() -> None:
+    step = linear_step(lambda m, x, y: (m.linear(x) * y).sum(), X, X.clone().requires_grad_())
+    assert "tensor 1 of the inputs requires a gradient" in refusal(step)
+
+
+def table(kind: Any) -> Workload:
     rows = torch.tensor([[1, 2], [2, 0]])
-    table = kind(3, 4, sparse=True)
-    step = Workload.of(Plain(looked_up, table=table), rows)
-    with pytest.raises(StepError, match="sparse=False") as refused:
-        extract(step, extractor)
-    assert f"{kind.__name__} table has sparse gradients" in str(refused.value)
-    assert extract(Workload.of(step.model, rows, training=False)).graph
+    return Workload.of(Plain(lambda m, x: m.table(x).sum(), table=kind(3, 4, sparse=True)), rows)
 
 
-def test_a_table_that_is_not_trained_has_no_sparse_gradients() -> None:
+def lazy(training: bool) -> Workload:
+    return Workload.of(nn.Sequential(nn.LazyLinear(8)), (X, X), squared, training=training)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: linear_step(lambda m, x: m.linear(x)), r"scalar loss.*tensor of shape \(4, 8\)"),
+        (lambda: linear_step(lambda m, x: {"logits": m.linear(x)}), "scalar loss.*dict"),
+        (lambda: linear_step(lambda m, x: m.linear(x).argmax()), r"scalar loss.*shape \(\)"),
+        (
+            lambda: linear_step(lambda m, n, x, y: (m.linear(x) + y.mul_(2)).sum(), 1, X, X + 1),
+            "tensor 1 of its inputs in place; clone it first",
+        ),
+        (
+            lambda: Workload.of(nn.Linear(8, 8).requires_grad_(False), (X, X), squared),
+            "no parameter that requires a gradient",
+        ),
+        (lambda: Workload.of(nn.Identity(), X, training=False), "runs no ops"),
+        (lambda: table(nn.Embedding), "^Embedding table has sparse gradients.*sparse=False"),
+        (lambda: table(nn.EmbeddingBag), "^EmbeddingBag table has sparse gradients"),
+        (lambda: lazy(True), r"^0\.weight of Sequential.*run the model once first"),
+        (lambda: lazy(False), r"^0\.weight of Sequential.*run the model once first"),
+    ],
+)
+def test_a_fault_of_the_step_is_told_once(
+    extractor: str, make: Callable[[], Workload], message: str
+) -> None:
+    with pytest.raises(StepError, match=message) as refused:
+        extract(make(), extractor)
+    assert "no extractor takes" not in str(refused.value)
+
+
+def test_sparse_tables_are_no_fault_where_they_are_not_trained() -> None:
+    step = table(nn.Embedding)
+    assert extract(Workload.of(step.model, step.inputs, training=False)).graph
     model = nn.Sequential(nn.Embedding(3, 8, sparse=True), nn.Linear(8, 8))
     model[0].requires_grad_(False)
     assert extract(Workload.of(model, (torch.tensor([0, 2, 1, 1]), X), squared)).fell_back == ()
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("training", [True, False])
-def test_a_lazy_module_has_to_run_first(training: bool, extractor: str) -> None:
-    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
-    with pytest.raises(StepError, match=r"^0\.weight of Sequential.*run the model once first"):
-        extract(Workload.of(model, (X, X), squared, training=training), extractor)
+def test_a_loss_function_needs_a_target() -> None:
+    with pytest.raises(ExtractionError, match="target"):
+        Workload.of(nn.Linear(8, 8), (), squared)
+
+
+def test_an_unknown_extractor_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="export, dispatch, modules"):
+        extract(tiny_models.conv_net(), "dynamo")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_fails_by_itself_is_refused_with_its_own_reason(device: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(3, 3)).to(device)
+    with pytest.raises(StepError, match="must run on the example inputs") as refused:
+        extract(Workload.of(model, (X, X), squared))
+    assert "no extractor takes" not in str(refused.value)
 
 
 @EVERY_WAY
@@ -119,14 +214,9 @@ def test_a_file_name_that_torch_cannot_take_is_told_as_such() -> None:
         extract(step, "export")
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"), [(object(), "bad object"), (squared, "bad function squared")]
-)
-def test_objects_are_shown_without_their_addresses(shown: object, expected: str) -> None:
-    assert first_line(ValueError(f"bad {shown!r}.\nMore of it")) == expected
-
-
-def test_a_long_reason_is_cut() -> None:
+def test_a_reason_is_one_short_line_without_addresses() -> None:
+    assert first_line(ValueError(f"bad {object()!r}.\nMore of it")) == "bad object"
+    assert first_line(ValueError(f"bad {squared!r}")) == "bad function squared"
     assert len(first_line(ValueError("word " * 100))) <= 300
 
 

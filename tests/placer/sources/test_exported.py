@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from envs.executors.cores.instruction_lists import device_lists
 from graphs.extract import extract
@@ -17,6 +18,8 @@ from tests.helpers import one_process
 from tests.helpers.tiny_models import assert_same
 
 torch.set_num_threads(1)
+ANY: Any = torch
+"""Untyped alias, for functions of torch without types."""
 
 
 @pytest.fixture
@@ -121,3 +124,54 @@ def test_a_pickle_in_place_of_the_inputs_is_never_run(
     else:
         assert "example inputs other than tensors" in refusal(other)
     assert not (tmp_path / "touched").exists()
+
+
+class OfSizes(nn.Module):
+    """Functions of a vector and a number, by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, count: torch.Tensor) -> Any:
+        size, other = x.shape[0], y.shape[0]
+        match self.name:
+            case "sum":
+                return x.sum(0)
+            case "part":
+                return x[: (size + 1) // 3], torch.ones(size % 5 + 1), torch.ones(size**2)
+            case "larger and smaller":
+                return torch.ones(max(size, other)), torch.ones(ANY.sym_min(size, other))
+            case "root":
+                return x * torch.sym_sqrt(size) / size
+            case "selected":
+                return x[x > 0]
+            case "counted":
+                number = count.item()
+                ANY._check(number >= 0)
+                ANY._check(number <= 6)
+                return x[:number]
+            case "branch":
+                return torch.cond(size > 4, lambda x: x + 1, lambda x: x - 1, (x,))
+            case "resized":
+                return nn.functional.interpolate(x.reshape(1, 1, -1), scale_factor=1.7)
+        return torch.vmap(lambda row: row * row.sum())(x.reshape(2, -1))
+
+
+ROWS = Dim("rows", min=2, max=40)
+
+
+OF_EACH = ["larger and smaller", "sum", "part", "root", "selected", "counted", "branch", "resized"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [(name, ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, {})) for name in OF_EACH]
+    + [("sum", ({0: ROWS}, {0: ROWS + 3}, {})), ("mapped", ({}, {}, {}))],
+)
+def test_genuine_dynamic_sizes_load(tmp_path: Path, name: str, sizes: Any) -> None:
+    inputs = (torch.arange(-2.0, 4.0), torch.ones(9), torch.tensor(2))
+    model = OfSizes(name).eval()
+    torch.export.save(torch.export.export(model, inputs, dynamic_shapes=sizes), tmp_path / "m.pt2")
+    step = load_step(str(tmp_path / "m.pt2"), training=False)
+    torch.testing.assert_close(step.model(*step.inputs), model(*inputs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import extract
 from placer.sources import huggingface
 from placer.sources.target import TargetError, is_graph_file, load_step
-from tests.helpers import one_process
 from tests.helpers.in_turn import in_turn
-from tests.helpers.tiny_models import assert_same, eager, tied_gradients
-from tests.helpers.tiny_transformers import COMMON, OTHERS, TARGETS, WITHOUT_DROPOUT, load
+from tests.helpers.tiny_models import assert_same
+from tests.helpers.tiny_transformers import COMMON, OTHERS, TARGETS, load
 
 torch.set_num_threads(1)
 transformers = pytest.importorskip("transformers")
@@ -61,24 +58,6 @@ def test_a_named_model_has_the_size_of_the_published_one(
     with pytest.raises(TargetError, match="counted"):
         load(f"hf:{name}")
     assert counted == [PUBLISHED[name]]
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", in_turn([*WITHOUT_DROPOUT, *OTHERS]))
-def test_a_placed_step_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
-    target = OTHERS.get(name) or TARGETS[name] + WITHOUT_DROPOUT[name]
-    extraction = extract(load(target, training=training))
-    expected = eager(extraction.step)
-    count = extraction.program.op_count
-    randomly = random.Random(name)
-    order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
-    devices = [randomly.randrange(3) for _ in range(count)]
-    found = one_process.run(extraction, device_lists(extraction.program, devices, order, 3))
-    if training:
-        assert_same(found.output, expected.output)
-        assert_same(tied_gradients(found.gradients, extraction.step), expected.gradients)
-    else:
-        assert_same(dict(found.output), dict(expected.output))
 
 
 def test_a_target_makes_the_same_step_every_time_and_leaves_random_numbers_alone() -> None:

@@ -1,0 +1,134 @@
+"""What steps take: modes, keywords, numbers, and dynamic sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
+from graphs.extract.extraction import EXTRACTORS
+from tests.helpers import one_process
+from tests.helpers.tiny_models import Plain, assert_same, eager, forward, squared
+
+torch.set_num_threads(1)
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def linear_step(function: Callable[..., Any], *inputs: Any, training: bool = True) -> Workload:
+    return Workload.of(Plain(function, linear=nn.Linear(8, 8)), inputs or X, training=training)
+
+
+def total(extraction: Extraction, attribute: str) -> int:
+    return sum(data[attribute] for _, data in extraction.graph.nodes(data=True))
+
+
+def test_a_model_in_eval_mode_is_trained_in_train_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
+    assert "1:native_dropout" in extract(Workload.of(model, (X, X), squared)).graph
+
+
+def test_a_training_step_can_be_extracted_where_gradients_are_off() -> None:
+    step = linear_step(lambda m, x: m.linear(x).sum())
+    with torch.no_grad():
+        graph = extract(step).graph
+    assert "linear:backward/mm" in graph
+
+
+def test_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ExtractionError):
+        extract(linear_step(lambda m, x: m.linear(x[:, :3]).sum()))
+    extract(linear_step(lambda m, x: m.linear(x), training=False))
+    out, err = capfd.readouterr()
+    assert out == err == ""
+
+
+def test_a_tensor_that_is_given_twice_is_two_inputs() -> None:
+    step = Workload.of(nn.Linear(8, 8), (X, X), squared)
+    extraction = extract(step)
+    other = Workload.of(step.model, (X, X + 1), squared)
+    found = one_process.run_placed(replace(extraction, step=other))
+    assert_same(found.output, eager(other).output.detach())
+
+
+class Scaled(nn.Module):
+    """Takes a keyword-only argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * scale
+        return out
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_of_keywords_the_one_that_the_model_does_not_take_is_the_target(extractor: str) -> None:
+    inputs = {"x": X, "target": X.flip(0), "scale": torch.tensor(2.0)}
+    step = Workload.of(Scaled(), inputs, squared)
+    by_hand = squared(step.model(X, scale=torch.tensor(2.0)), X.flip(0))
+    assert_same(forward(copy.deepcopy(step)), by_hand)
+    assert total(extract(step, extractor), "gradient_bytes") == 4 * (8 * 8 + 8)
+    alone = Workload.of(step.model, inputs, squared, training=False)
+    assert_same(forward(copy.deepcopy(alone)), step.model(X, scale=torch.tensor(2.0)).detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Scaled(), {"x": X, "scale": X}),
+        (Scaled(), {"x": X, "scale": X, "target": X, "weight": X}),
+        (Plain(lambda m, **given: None), {"x": X, "target": X}),
+    ],
+)
+def test_keywords_without_one_target_are_refused_with_what_to_give_instead(
+    model: nn.Module, inputs: dict[str, Tensor]
+) -> None:
+    with pytest.raises(StepError, match="forward does not take"):
+        Workload.of(model, inputs, squared)
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_numbers_among_the_inputs_are_part_of_the_step(extractor: str) -> None:
+    def scaled(m: Any, n: int, x: Tensor, flag: bool | None, y: Tensor) -> Tensor:
+        assert flag is None
+        out: Tensor = (m.linear(x) * n - y).sum()
+        return out
+
+    step = Workload.of(Plain(scaled, linear=nn.Linear(8, 8)), (3, X, None, X))
+    extraction = extract(step, extractor)
+    if extractor != "modules":
+        assert [s.name for s in extraction.program.sources if s.role == "input"] == ["0", "1"]
+        one_process.assert_runs_as_eager(extraction)
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_sizes_that_follow_the_input_are_those_of_the_example(extractor: str) -> None:
+    def padded(m: Any, x: Tensor) -> Tensor:
+        filler = x.new_ones(7 - x.shape[0], x.shape[1])
+        out: Tensor = m.linear(torch.cat([x, filler])).sum()
+        return out
+
+    extraction = extract(linear_step(padded), extractor)
+    assert total(extraction, "flops") == (2 * 7 * 8 * 8) * 2
+    if extractor != "modules":
+        one_process.assert_runs_as_eager(extraction)
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_a_program_with_dynamic_sizes_is_placed_for_the_example(extractor: str) -> None:
+    batch = torch.export.Dim("batch", min=2, max=64)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Linear(8, 2)).eval()
+    program = torch.export.export(model, (X,), dynamic_shapes=({0: batch},))
+    dynamic = program.module(check_guards=False)
+    for module in dynamic.modules():
+        module.training = False
+    extraction = extract(Workload(dynamic, (X,), training=False), extractor)
+    assert total(extraction, "flops") == 2 * 4 * (8 * 8 + 8 * 2)
