@@ -254,6 +254,11 @@ def test_replication_out_of_range_is_refused(field: str, value: Any) -> None:
         Replication(**{field: value})
 
 
+def test_averaged_parameters_are_sent_in_full_precision() -> None:
+    with pytest.raises(ValueError, match="full precision, not as 1-bit"):
+        Replication(average_every=4, payload="1-bit")
+
+
 def test_a_placement_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="n0:g0"):
         step_of(Problem.of(training_step(), nodes(1, 1, memory_bytes=MB)))

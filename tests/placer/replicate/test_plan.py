@@ -24,6 +24,7 @@ from envs.replication import Replication
 from envs.simulator import Simulator
 from graphs.costs import with_part_of_batch
 from graphs.extract import Workload
+from graphs.gradients import gradients_of
 from graphs.graph import GraphArrays, add_edge, add_op
 from graphs.synthetic.shapes import Weights, layered
 from placer.choose import PlacementError
@@ -32,6 +33,7 @@ from placer.pipeline import optimize_job
 from placer.progress import Silent
 from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.plan import plan_job
+from placer.replicate.simulation import variants
 from placer.search.objectives import Objective
 from placer.search.registry import placer_named
 from tests.helpers.folders import ROOT
@@ -105,6 +107,21 @@ def test_early_gradients_hide_communication() -> None:
     assert step is not None
     assert step.communication_s == pytest.approx(8 * 2e-3)
     assert step.exposed_s < 0.5 * step.communication_s
+
+
+def test_candidates_are_also_tried_with_gradients_first() -> None:
+    job = Job(source=layers(), cluster=nodes(1, 1), search=SEARCH)
+    result = optimize_job(job)
+    gradients = gradients_of(result.problem.graph)
+    makers = {op for ops in gradients.makers for op in ops}
+    _, *others = variants(result.problem, result, gradients)
+    early = [v.candidate for v in others if v.candidate.name.endswith("gradients first")]
+    assert early
+    for candidate in early:
+        priority = candidate.placement.priority
+        assert min(priority[op] for op in makers) > max(
+            priority[op] for op in range(len(priority)) if op not in makers
+        )
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("8xh100", [8]), ("4x8xh100", [8, 4])])
