@@ -32,16 +32,8 @@ class StateFileError(ValueError):
 def write_state(path: Path, state: Mapping[str, Any], file_format: str) -> None:
     """Write dicts, lists, tuples, tensors, arrays, numbers, strings, None; all of it or nothing.
 
-    A new file is readable by its owner only.
-
-    Args:
-        path: the file, which is replaced atomically.
-        state: what to write.
-        file_format: name and version of the kind of state, such as "placer-checkpoint/3".
-
-    Raises:
-        TypeError: the state contains something else.
-        OSError: it cannot be written.
+    A new file is readable by its owner only. ``file_format`` is the name and version of the kind of
+    state, such as "placer-checkpoint/3".
     """
     tensors: dict[str, torch.Tensor] = {}
     content = json.dumps(_encoded(state, tensors))

@@ -132,16 +132,49 @@ def test_contradictions_are_refused_when_a_job_is_made(
         )
 
 
-def test_what_is_said_twice_or_in_vain_is_refused() -> None:
-    workload = placer.Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)
-    with pytest.raises(ValueError, match="leave budget out"):
-        placer.optimize(workload, CLUSTER, budget="1s", search=placer.SearchConfig())
-    with pytest.raises(ValueError, match="given twice"):
-        placer.optimize(workload, CLUSTER, devices="cpu")
-    with pytest.raises(ValueError, match="a workload has its own"):
-        placer.optimize(workload, CLUSTER, loss=nn.MSELoss())
-    with pytest.raises(ValueError, match="other objectives"):
-        placer.optimize(workload, CLUSTER, search=placer.SearchConfig(objective="max-load"))
+class LastIsFastest:
+    """A backend that keeps what it is asked, and finds each placement faster than the one before.
+
+    A tie would be decided for the simplest.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[placer.Placement] = []
+
+    def evaluate(
+        self, placements: Sequence[placer.Placement], progress: Any = None
+    ) -> list[placer.StepResult]:
+        self.seen += placements
+        return [
+            placer.StepResult(step_s=1.0 / (1 + i), peak_memory_bytes={})
+            for i in range(len(placements))
+        ]
+
+
+WORKLOAD = placer.Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "search", "message"),
+    [
+        ({"budget": "1s"}, {}, "leave budget out"),
+        ({"devices": "cpu"}, None, "given twice"),
+        ({"loss": nn.MSELoss()}, None, "a workload has its own"),
+        ({}, {"objective": "max-load"}, "other objectives"),
+        ({"replicas": 2}, {"backend": LastIsFastest()}, "a backend is for a single placement"),
+        ({}, {"backend": LastIsFastest(), "measure": False}, "measure=False runs none"),
+        ({}, {"backend": LastIsFastest(), "objective": "max-load"}, "single steps, not max-load"),
+    ],
+)
+def test_what_is_said_twice_or_in_vain_is_refused(
+    arguments: dict[str, Any], search: dict[str, Any] | None, message: str
+) -> None:
+    def optimize() -> None:
+        config = None if search is None else placer.SearchConfig(**search)
+        placer.optimize(WORKLOAD, CLUSTER, search=config, **arguments)
+
+    with pytest.raises(ValueError, match=message):
+        optimize()
 
 
 def test_memory_of_named_devices_is_limited() -> None:
@@ -172,25 +205,6 @@ def test_public_names_exist_and_functions_take_at_most_twelve_parameters(name: s
         assert len(inspect.signature(public).parameters) <= 12
 
 
-class LastIsFastest:
-    """A backend that keeps what it is asked, and finds each placement faster than the one before.
-
-    A tie would be decided for the simplest.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[placer.Placement] = []
-
-    def evaluate(
-        self, placements: Sequence[placer.Placement], progress: Any = None
-    ) -> list[placer.StepResult]:
-        self.seen += placements
-        return [
-            placer.StepResult(step_s=1.0 / (1 + i), peak_memory_bytes={})
-            for i in range(len(placements))
-        ]
-
-
 def test_a_backend_of_the_user_decides_between_the_best_candidates(
     files: tuple[Path, Path],
 ) -> None:
@@ -202,16 +216,3 @@ def test_a_backend_of_the_user_decides_between_the_best_candidates(
     assert found.placement.devices == backend.seen[-1].devices
     assert (found.placement.measured or {})["step_s"] == 1.0 / len(ran)
     assert found.best.predicted_s > min(own.predicted_s for own in ran)
-
-
-def test_a_backend_is_for_steps_that_are_run() -> None:
-    with pytest.raises(ValueError, match="measure=False runs none"):
-        placer.SearchConfig(backend=LastIsFastest(), measure=False)
-    with pytest.raises(ValueError, match="single steps, not max-load"):
-        placer.SearchConfig(backend=LastIsFastest(), objective="max-load")
-
-
-def test_a_backend_is_for_a_single_placement(files: tuple[Path, Path]) -> None:
-    search = placer.SearchConfig(budget="20e", policy=None, backend=LastIsFastest())
-    with pytest.raises(ValueError, match="a backend is for a single placement"):
-        placer.optimize(*files, search=search, replicas=2, progress=False)

@@ -53,17 +53,6 @@ def test_what_is_read_is_what_was_written(state: dict[Any, Any]) -> None:
     assert type(state) is type(found)
 
 
-def test_an_optimizer_goes_on_from_a_file(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    adam = torch.optim.Adam([parameter], lr=0.1)
-    parameter.grad = torch.arange(3.0)
-    adam.step()
-    write_state(tmp_path / "state", adam.state_dict(), FORMAT)
-    other = torch.optim.Adam([torch.nn.Parameter(parameter.detach().clone())], lr=0.5)
-    other.load_state_dict(read_state(tmp_path / "state", FORMAT))
-    assert same(adam.state_dict(), other.state_dict())
-
-
 def test_a_state_is_for_its_user_alone(tmp_path: Path) -> None:
     write_state(tmp_path / "state", {}, FORMAT)
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
