@@ -122,7 +122,7 @@ class ForkServer:
                         return ForkedProcess(self, message[0], received[0])
                     self._note(message)
             except BaseException as error:
-                reason = self._last_line()
+                reason = last_line(self._errors)
                 self.end()  # a late answer would be taken for the next one
                 if isinstance(error, EOFError | ConnectionError):
                     ended = reason or "the process that starts workers ended"
@@ -153,10 +153,12 @@ class ForkServer:
         pid, status = message
         self._statuses[pid] = status
 
-    def _last_line(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+
+def last_line(stderr: IO[bytes]) -> str:
+    """Return the last line that a process wrote to its stderr, or ""."""
+    stderr.seek(0)
+    lines = stderr.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 _server: ForkServer | None = None

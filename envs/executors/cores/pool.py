@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from envs.executors.cores.arena import Arena
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError
+from envs.executors.cores.fork_server import last_line
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
 from envs.executors.cores.processes import Holdings, WorkerProcess
 from envs.executors.cores.worker import Failed, Setup, Stamps
@@ -295,7 +296,7 @@ class WorkerPool:
         status = worker.process.poll()
         if status is not None and status < 0:
             text += f" (signal {-status})"
-        if stderr := worker.last_line():
+        if stderr := last_line(worker.errors):
             text += f"; it wrote: {stderr[:300]}"
         self.close()
         return WorkerError(text)

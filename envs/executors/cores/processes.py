@@ -55,12 +55,6 @@ class WorkerProcess:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    def last_line(self) -> str:
-        """Return the last line that the worker wrote to stderr, or ""."""
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
     def end(self) -> None:
         """Kill the worker and release it; safe to call again, also when interrupted."""
         self.process.kill()
