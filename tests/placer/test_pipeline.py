@@ -170,6 +170,7 @@ class Towers(nn.Module):
 def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
     graph = draw(np.random.default_rng(3), "inception", max_ops=100)
     found = optimized(graph, budget="400e", groups=12)
+    assert {"HEFT by op", "ETF by op"} <= {row.name for row in found.candidates}
     coarse = coarsen(graph, most_groups=12)
     where = np.array(found.placement.devices)
     assert all(len(set(where[coarse.group_of == g])) == 1 for g in range(len(coarse)))
