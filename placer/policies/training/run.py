@@ -30,11 +30,10 @@ from placer.policies.records import plain
 from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
 from placer.policies.training.config import MEASURED as MEASURED_CONFIG
 from placer.policies.training.config import SIMULATED, TrainingConfig
-from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
 from placer.policies.training.scores import MEANING, MEASURED, mean, table
-from placer.policies.training.task import Task
+from placer.policies.training.task import Curriculum, Task
 from placer.startup import VERSION
 
 if TYPE_CHECKING:

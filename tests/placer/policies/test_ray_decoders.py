@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from placer.policies.ray_decoders import RayTasks
+from placer.policies.decoders import RayTasks
 from placer.policies.training import train
 from placer.policies.training.config import Length
 from tests.helpers.tiny_training import TINY
