@@ -101,18 +101,23 @@ def _train(args: argparse.Namespace) -> int:
     """Train the policy, write it with its card, print which seed was kept."""
     files = {key: args.out.with_name(f"{args.out.name}.{end}") for key, end in ENDINGS.items()}
     check_outputs(files, {"--config": args.config})
+    from graphs.extract import ExtractionError
     from placer.policies.training import train
 
     with usage_errors():
         config = _config(args)
         measured = _measured(args, config)
     try:
-        with progress_of(args) as progress:
+        with progress_of(args) as progress, usage_errors(ExtractionError, OSError):
             progress.stage(f"Training {args.out.name}")
             card = train(
                 args.out, config, measured=measured, progress=progress.advance, fresh=args.fresh
             )
+    except FloatingPointError as error:
+        raise JobError(str(error)) from error
     except KeyboardInterrupt:
+        if not files["checkpoint"].exists():
+            raise
         raise JobError("stopped; the same command goes on from the last checkpoint") from None
     line = f"{card['name']}: seed {card['seed']} of {config.seeds}, written to {files['weights']}"
     print_result(args, lambda: {**card, "out": str(files["weights"])}, lambda _: print(line))

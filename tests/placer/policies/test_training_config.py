@@ -252,3 +252,26 @@ def test_the_command_refuses_what_makes_no_sense(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["train", "--out", str(tmp_path / "tiny"), *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FloatingPointError("it diverged"), "it diverged"),
+        (KeyboardInterrupt(), "before there was anything to keep"),
+        (OSError(28, "No space left on device", "x"), "o space left"),
+    ],
+)
+def test_a_training_that_fails_ends_with_a_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    message: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("placer.policies.training.train", fail)
+    assert main(["train", "--out", str(tmp_path / "tiny")]) == 1
+    assert message in capsys.readouterr().err
