@@ -17,7 +17,7 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.extract.module_calls import Homes
 from graphs.graph import attributes_of
 from tests.helpers import tiny_models
-from tests.helpers.tiny_models import Plain
+from tests.helpers.tiny_models import Plain, squared
 
 torch.set_num_threads(1)
 
@@ -63,6 +63,15 @@ def test_edges_carry_the_part_that_is_read_not_the_whole() -> None:
     graph = extract(linear_step(lambda m, x: (m.linear(x)[:, :3] * 2).sum())).graph
     assert graph.edges["linear:addmm", ":slice"]["bytes"] == 4 * 4 * 8
     assert graph.edges[":slice", ":mul"]["bytes"] == 4 * 4 * 3
+
+
+@pytest.mark.parametrize("name", ["conv_net", "norm_twice", "views"])
+def test_a_backward_op_differentiates_an_op_of_its_module(name: str) -> None:
+    extraction = extracted(name)
+    modules = [module for _, module in extraction.graph.nodes(data="module")]
+    pairs = [(op, of) for op, of in enumerate(extraction.forward_of) if of is not None]
+    assert pairs
+    assert all(modules[op] == modules[of] for op, of in pairs)
 
 
 def test_the_backward_of_a_convolution_is_two_ops() -> None:
@@ -115,6 +124,12 @@ def test_a_batch_norm_called_twice_keeps_its_calls_together() -> None:
         "norm@1:_native_batch_norm_legit_functional",
     }
     assert any(together <= ops for ops in groups.values())
+
+
+def test_all_calls_between_the_first_and_the_last_update_of_a_buffer_stay_together() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *[nn.BatchNorm1d(8)] * 3)
+    groups = groups_of(extract(Workload.of(model, (X, X), squared)).graph)
+    assert any({"1:add", "2:add", "3:add"} <= ops for ops in groups.values())
 
 
 def test_readers_of_a_tied_parameter_stay_together() -> None:

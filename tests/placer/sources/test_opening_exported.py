@@ -118,6 +118,13 @@ def size_as_code(program: Program, mark: Path) -> Program:
     return program
 
 
+def constraint_as_code(program: Program, mark: Path) -> Program:
+    constraints = program["range_constraints"]
+    some = next(iter(constraints.values()))
+    constraints[f"open({str(mark)!r}, 'w')"] = some
+    return program
+
+
 def argument_as_code(program: Program, mark: Path) -> Program:
     code = f'x):\n    pass\nopen({str(mark)!r}, "w")\ndef forward(self, x, by=None):\n    y = """ #'
     signature(program)["forward_arg_names"] = [code, "by"]
@@ -163,6 +170,7 @@ def file_written_by_an_operator(program: Program, mark: Path) -> Program:
     "attack",
     [
         size_as_code,
+        constraint_as_code,
         argument_as_code,
         factory_of_a_module,
         key_of_a_module,
