@@ -53,8 +53,11 @@ QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
 }
-RANDOM: Final = {"inception", "rnnlm", "nasnet", "bert", "distilbert", "gpt2", "t5"}
-"""Models with dropout; workers have random numbers of their own."""
+NOT_ON_CORES: Final = {
+    *("inception", "rnnlm", "nasnet", "bert", "distilbert", "gpt2", "t5"),
+    "mixtral",
+}
+"""Models with dropout, of which workers draw their own, and with an operator of transformers."""
 INFERENCE: Final = sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
 TRAINING: Final = [*(name for name in STEPS if name not in tiny_models.INFERENCE), "gru"]
 
@@ -110,7 +113,7 @@ def trained() -> list[Any]:
         for executor in EXECUTORS
         for name in TRAINING
         for seed in range(2)
-        if executor is not EXECUTORS[0] or name not in RANDOM
+        if executor is not EXECUTORS[0] or name not in NOT_ON_CORES
     ]
 
 
