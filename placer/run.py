@@ -5,7 +5,17 @@
     torchrun --nproc-per-node=2 -m placer.run model.py:build --placement placement.json --steps 100
 """
 
-from placer.cli.main import script
+from __future__ import annotations
+
+from typing import NoReturn
+
+from placer.cli import main
+
+
+def script() -> NoReturn:
+    """Run ``placer run`` and exit."""
+    main.script("run")
+
 
 if __name__ == "__main__":
-    script("run")
+    script()
