@@ -23,6 +23,8 @@ transformers = pytest.importorskip("transformers")
 
 PUBLISHED = {
     "bert-base-uncased": 109_514_298,
+    "bert-base-cased": 108_340_804,
+    "bert-large-uncased": 335_174_458,
     "distilbert-base-uncased": 66_985_530,
     "roberta-base": 124_697_433,
     "gpt2": 124_439_808,
