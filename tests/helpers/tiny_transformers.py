@@ -41,6 +41,10 @@ def load(target: str, *, training: bool = True) -> Workload:
     return huggingface.load(huggingface.Request.parse(target), training=training)
 
 
+def without_dropout(name: str, *, training: bool = True) -> Workload:
+    return load(TARGETS[name] + WITHOUT_DROPOUT.get(name, ""), training=training)
+
+
 STEPS: dict[str, Callable[[], Workload]] = {
     name: partial(load, target) for name, target in TARGETS.items()
 }

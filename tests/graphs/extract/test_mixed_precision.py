@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -78,15 +77,13 @@ def asks_for_its_dtype() -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
 
 
-def without_dropout(name: str) -> Callable[[], Workload]:
-    target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
-    return functools.partial(tiny_transformers.load, target)
-
-
 STEPS = {
     **{name: make for name, make in tiny_models.STEPS.items() if name != "inception"},
     **{make.__name__: make for make in (composites, asks_for_its_dtype)},
-    **{name: without_dropout(name) for name in ("bert", "gpt2", "llama")},
+    **{
+        name: functools.partial(tiny_transformers.without_dropout, name)
+        for name in ("bert", "gpt2", "llama")
+    },
 }
 EXACT = pytest.mark.parametrize("name", in_turn(sorted(STEPS.keys() - {"llama"})))
 LARGER = pytest.mark.parametrize("name", in_turn(["conv_net", "nmt", "bert", "gpt2", "llama"]))

@@ -20,7 +20,7 @@ from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.exports.device_map import OFFLOADED, ON_HOST, device_map
 from placer.exports.dry_run import flow
-from placer.exports.format import Exported, export_extracted
+from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around, parent
 from placer.exports.renaming import ExportError
 from tests.helpers import tiny_models, tiny_transformers
@@ -84,11 +84,6 @@ def branches(*, ends: bool = False, whole: bool = False) -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
-def transformer(name: str) -> Workload:
-    target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
-    return tiny_transformers.load(target)
-
-
 STEPS: dict[str, Callable[[], Workload]] = {
     "meeting": meeting,
     "branches": branches,
@@ -98,7 +93,10 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "conv_net": tiny_models.conv_net,
     "norm_twice": tiny_models.norm_twice,
     "nmt": tiny_models.nmt,
-    **{name: functools.partial(transformer, name) for name in ("bert", "gpt2", "t5", "llama")},
+    **{
+        name: functools.partial(tiny_transformers.without_dropout, name)
+        for name in ("bert", "gpt2", "t5", "llama")
+    },
 }
 
 
@@ -193,60 +191,36 @@ def test_only_what_meets_is_joined() -> None:
     assert [op.module for op in moved if op in placed.ops] == ["right.2", ""]  # linear and add
 
 
-def rights_apart(name: str) -> Exported:
-    """Return the map of a placement with every right branch on the second GPU."""
+@pytest.mark.parametrize(
+    ("name", "on_second"),
+    [
+        ("branches", {"0.right.0", "1.right.0"}),
+        ("branches_with_ends", {f"{k}.right.{i}" for k in range(2) for i in (0, 2)}),
+        ("branches_as_modules", {"0.right", "1.right"}),
+    ],
+)
+def test_of_two_branches_only_the_modules_whose_outputs_meet_share_a_device(
+    name: str, on_second: set[str]
+) -> None:
     extraction = extracted(name)
     graph = call_graph(extraction).graph
     devices = [int(".right" in attributes_of(graph, node)["module"]) for node in graph]
-    return export_extracted(device_map, extraction, placement_of(graph, GPUS, devices))
+    exported = export_extracted(device_map, extraction, placement_of(graph, GPUS, devices))
+    assert {path for path, device in exported.content.items() if device == 1} == on_second
+    assert (exported.moved_op_count == 0) == (name == "branches_as_modules")
 
 
-def test_branches_that_meet_in_a_layer_lose_only_what_meets() -> None:
-    found = rights_apart("branches")
-    assert {path for path, device in found.content.items() if device == 1} == {
-        "0.right.0",
-        "1.right.0",
-    }
-
-
-def test_a_module_without_parameters_at_the_end_of_a_branch_is_all_that_meets() -> None:
-    found = rights_apart("branches_with_ends")
-    assert found.content == {
-        "0.left": 0,
-        "0.right.0": 1,
-        "0.right.2": 1,
-        "0.right.3": 0,
-        "1.left": 0,
-        "1.right.0": 1,
-        "1.right.2": 1,
-        "1.right.3": 0,
-        "2": 0,
-    }
-
-
-def test_what_is_added_layer_after_layer_joins_layers() -> None:
+def test_residual_paths_join_layers() -> None:
     extraction = extracted("gpt2")
     graph = call_graph(extraction).graph
     ends = ("attn.c_proj", "mlp.c_proj")  # their outputs are added to the inputs
     devices = [int(attributes_of(graph, node)["module"].endswith(ends)) for node in graph]
-    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
-    assert not any(name.startswith("transformer.h.0.") for name in found.content)
+    content = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices))).content
+    assert not any(name.startswith("transformer.h.0.") for name in content)
 
 
-def test_an_op_that_is_a_module_moves_nothing_else() -> None:
-    found = rights_apart("branches_as_modules")
-    assert {path for path, device in found.content.items() if device == 1} == {
-        "0.right",
-        "1.right",
-    }
-    assert found.content["0.meet"] == found.content["1.meet"] == 0
-    assert found.moved_op_count == 0
-
-
-def test_a_module_that_is_called_twice_is_not_where_values_are_moved() -> None:
-    torch.manual_seed(0)
-    shared = nn.Tanh()
-    model = Meeting()
+def test_a_module_that_is_called_twice_moves_no_values() -> None:
+    model, shared = Meeting(), nn.Tanh()
     model.left.append(shared)
     model.right.append(shared)
     extraction = extract(replace(meeting(), model=model))
@@ -254,56 +228,32 @@ def test_a_module_that_is_called_twice_is_not_where_values_are_moved() -> None:
     assert placed.gates() == {"left.1", "right.1"}
 
 
-@without_cuda
-def test_a_module_of_the_map_without_parameters_gets_what_it_reads() -> None:
-    step = branches(whole=True)
-    found = {"0.left": "cpu", "0.right": "vdev:0", "0.meet": "vdev:0", "1": "cpu", "2": "cpu"}
-    expected = trained(step, copy.deepcopy(step.model))
-    with vdev():
-        model = accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")
-        seen = trained(step, model)
-    torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-5)
-    del found["0.meet"]
-    with vdev(), pytest.raises(RuntimeError, match="all tensors must be on one device"):
-        accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")(
-            step.inputs[0]
-        )
+def halves(names: tuple[str, ...], *, training: bool = True, **options: Any) -> PlacedModules:
+    """Return a transformer of two layers with its second layer on the second device."""
+    step = replace(tiny_transformers.without_dropout("llama"), training=training)
+    extraction = extracted("llama") if training else extract(step)
+    placement = cut_placement(extraction, names, ("model.layers.1",), of_calls=True)
+    return PlacedModules.of(extraction, placement, **options)
 
 
-def test_one_device_is_one_entry() -> None:
-    extraction = extracted("gpt2")
-    placement = random_placement(extraction, ("cuda:3",), 0)
-    found = export_extracted(device_map, extraction, placement)
-    assert (found.content, found.moved_op_count) == ({"": 3}, 0)
-
-
-def test_training_on_the_cpu_beside_a_gpu_is_refused_where_it_means_offloading() -> None:
-    extraction = extracted("llama")
-    placement = cut_placement(extraction, ("cuda:0", "cpu"), ("model.layers.1",), of_calls=True)
+def test_the_cpu_beside_a_gpu_computes_only_if_it_is_the_main_device() -> None:
+    names = ("cuda:0", "cpu")
     with pytest.raises(ExportError, match="gradients"):
-        device_map(PlacedModules.of(extraction, placement))
-    fed_on_cpu = device_map(PlacedModules.of(extraction, placement, main_device="cpu"))
-    assert set(fed_on_cpu.content.values()) == {0, "cpu"}
-    assert fed_on_cpu.remedy == ON_HOST
-
-
-def test_inference_with_offloaded_modules_is_told_what_it_means() -> None:
-    extraction = extract(replace(STEPS["llama"](), training=False))
-    placement = cut_placement(extraction, ("cuda:0", "cpu"), ("model.layers.1",), of_calls=True)
-    found = device_map(PlacedModules.of(extraction, placement))
-    assert found.content["model.layers.1"] == "cpu"
-    assert (found.remedy, found.is_predictable) == (OFFLOADED, False)
+        device_map(halves(names))
+    on_host = device_map(halves(names, main_device="cpu"))
+    assert set(on_host.content.values()) == {0, "cpu"}
+    assert on_host.remedy == ON_HOST
+    offloaded = device_map(halves(names, training=False))
+    assert offloaded.content["model.layers.1"] == "cpu"
+    assert (offloaded.remedy, offloaded.is_predictable) == (OFFLOADED, False)
 
 
 def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
-    extraction = extracted("llama")
     cores = ("core:0", "core:1")
-    placement = cut_placement(extraction, cores, ("model.layers.1",), of_calls=False)
     with pytest.raises(ExportError, match="as in core:0=cuda:0,core:1=cuda:1"):
-        device_map(PlacedModules.of(extraction, placement))
+        device_map(halves(cores))
     with pytest.raises(ExportError, match="core:7 cannot be renamed"):
-        PlacedModules.of(extraction, placement, renamed={"core:7": "cuda:0"})
+        halves(cores, renamed={"core:7": "cuda:0"})
     renamed = dict(zip(cores, GPUS, strict=True))
-    placed = PlacedModules.of(extraction, placement, renamed=renamed, main_device="cuda:1")
-    assert device_map(placed).content["model.layers.0"] == 0
-    assert device_map(placed).content["model.layers.1"] == 1
+    content = device_map(halves(cores, renamed=renamed, main_device="cuda:1")).content
+    assert (content["model.layers.0"], content["model.layers.1"]) == (0, 1)

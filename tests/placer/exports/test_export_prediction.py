@@ -33,6 +33,7 @@ from placer.exports.placed_modules import PlacedModules, call_keys
 from placer.exports.renaming import ExportError
 from tests.helpers.placed_at_random import cut_placement, placement_of
 from tests.helpers.tiny_models import Plain, squared
+from tests.placer.exports.test_export import THREE_LAYERS, three_layers
 
 torch.set_num_threads(1)
 
@@ -171,17 +172,8 @@ def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_pins_of_an_optimization_count_as_exported_too() -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
-    devices = tuple(
-        Device(
-            name=n,
-            kind="core",
-            memory_bytes=1 << 30,
-            peak_flop_per_s=1e11,
-            bandwidth_bytes_per_s=1e10,
-            launch_s=1e-6,
-        )
-        for n in cores
-    )
+    speeds = {"peak_flop_per_s": 1e11, "bandwidth_bytes_per_s": 1e10, "launch_s": 1e-6}
+    devices = tuple(Device(name=n, kind="core", memory_bytes=1 << 30, **speeds) for n in cores)
     link = Link(between=cores, latency_s=1e-9, bandwidth_bytes_per_s=1e12)
     cluster = Cluster(name="two", devices=devices, links=(link,))
     extraction = block()
@@ -206,65 +198,33 @@ def test_pins_of_an_optimization_count_as_exported_too() -> None:
     )
 
 
-MODEL = """
-import torch
-from torch import nn
-
-def build():
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
-    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()
-"""
-
-
-def built() -> Extraction:
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
-    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
-
-
-@pytest.mark.slow
-def test_the_command_holds_exports_to_the_memory_that_it_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
-    core = f"core:{CORES[0]}"
-    model, given = tmp_path / "model.py", tmp_path / "placement.json"
-    model.write_text(MODEL)
-    extraction = built()
-    placement_of(extraction.graph, (core,), [0] * len(extraction.graph)).save(given)
-    command = ["export", str(given), f"{model}:build", "--format", "device-map"]
-    command += ["--as", f"{core}=cuda:0", "--memory"]
-    assert main([*command, f"{core}=300B"]) == 0
-    assert re.search(r"impossible as exported: .* has 300 B", capsys.readouterr().err)
-    assert main([*command, f"{core}=1MB"]) == 0
-    assert "impossible" not in capsys.readouterr().err
-    assert main([*command, "core:99=1MB"]) == 2
-    assert "core:99" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_the_command_predicts_on_the_devices_of_the_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "envs.costs.calibrate.CONTENDED", np.inf
-    )  # accept speeds measured under load
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    # Accept speeds that are measured under load.
+    monkeypatch.setattr("envs.costs.calibrate.CONTENDED", np.inf)
     cores = tuple(f"core:{core}" for core in CORES[:2])
-    model = tmp_path / "model.py"
-    model.write_text(MODEL)
-    extraction = built()
+    model, path = tmp_path / "model.py", tmp_path / "placement.json"
+    model.write_text(THREE_LAYERS)
+    extraction = extract(Workload.of(*three_layers()))
     devices = [int(op.startswith("0.1")) for op in extraction.graph]
-    given = tmp_path / "placement.json"
-    placement_of(extraction.graph, cores, devices).save(given)
+    placement_of(extraction.graph, cores, devices).save(path)
     renamed = f"{cores[0]}=cuda:0,{cores[1]}=cuda:1"
-    command = ["export", str(given), f"{model}:build", "--format", "device-map", "--as", renamed]
-    assert main(command) == 0
-    plain = capsys.readouterr()
-    assert "predicted step" not in plain.err
-    assert main([*command, "--predict"]) == 0
-    predicted = capsys.readouterr()
-    assert f"predicted step on {', '.join(cores)}: " in predicted.err
-    assert predicted.out == plain.out
+    command = ["export", str(path), f"{model}:build", "--format", "device-map", "--as", renamed]
+
+    def exported(*options: str, code: int = 0) -> str:
+        assert main([*command, *options]) == code
+        return capsys.readouterr().err
+
+    assert "predicted step" not in exported()
+    predicted = f"predicted step on {', '.join(cores)}: "
+    assert predicted in exported("--predict")
+    small = exported("--memory", f"{cores[0]}=300B")
+    assert re.search(r"impossible as exported: .* has 300 B", small)
+    assert "core:99" in exported("--memory", "core:99=1MB", code=2)
     cached = calibrated_before(discover(",".join(cores)))
     assert cached is not None
     signatures = op_signatures(extraction.program)
@@ -272,6 +232,4 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
         cost_s=dict.fromkeys(signatures, 1e-3), runs=1, spread=0.0, measured="2026-01-01"
     )
     CostCache().store(conditions_of(cached.devices[0]), calm)
-    assert main(command) == 0
-    known = capsys.readouterr()
-    assert "predicted step on " in known.err
+    assert predicted in exported()

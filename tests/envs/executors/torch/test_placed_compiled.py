@@ -45,8 +45,7 @@ def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
 def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
     if name == "bert":
         pytest.importorskip("transformers")
-        target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
-        step = tiny_transformers.load(target)
+        step = tiny_transformers.without_dropout(name)
     else:
         step = STEPS[name]()
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))

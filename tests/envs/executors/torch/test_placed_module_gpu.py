@@ -41,8 +41,7 @@ def extracted(name: str) -> Extraction:
     """Extract without dropout, because every device type has its own random numbers."""
     torch.manual_seed(0)
     if name in TRANSFORMERS:
-        target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
-        extraction = extract(tiny_transformers.load(target))
+        extraction = extract(tiny_transformers.without_dropout(name))
         if extraction.forward_program is None:
             pytest.skip(f"torch {torch.__version__} cannot export {name}")
         return extraction
