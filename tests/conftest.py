@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from graphs.graph_file import save_graph
 from graphs.synthetic.shapes import layered
-from tests.helpers.built_wheel import build_wheel
-from tests.helpers.tiny_cluster import CLUSTER
+from tests.helpers.clusters import CLUSTER
+from tests.helpers.folders import ROOT
 from tests.helpers.vdev import vdev  # before the first backward pass of any test
 
 # A shell makes its background jobs ignore Ctrl-C, which tests send.
@@ -72,7 +74,13 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("dist"))
+    """Build a wheel of this repository without network access."""
+    out = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(out)]
+    offline = ["--no-build-isolation", "--no-index"]
+    subprocess.run([*build, *offline], check=True, capture_output=True)
+    [wheel] = out.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from placer.sources import exported, huggingface, onnx
 from placer.sources.target import load_step
 from placer.state_file import read_state, write_state
 from placer.warm_start import load_warm_start, placement_of
-from tests.helpers.onnx_files import exported as export_onnx
-from tests.helpers.tiny_cluster import CLUSTER
+from tests.helpers.clusters import CLUSTER
+from tests.helpers.tiny_models import export_onnx
 from tests.helpers.tiny_training import TINY, TWO_STAGES, inline_toml, toml
 
 from .mutation import Syntax

@@ -22,8 +22,8 @@ from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.placeable import module_map
 from graphs.graph import GraphArrays
 from tests.helpers import tiny_models
+from tests.helpers.clusters import linked
 from tests.helpers.trained_alike import assert_trains_alike
-from tests.helpers.two_devices import linked
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)

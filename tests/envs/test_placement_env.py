@@ -36,9 +36,9 @@ from graphs.graph_file import save_graph
 from graphs.optimizer import Optimizer
 from graphs.synthetic.families import draw
 from placer.startup import register_environments
+from tests.helpers.clusters import pair
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
-from tests.helpers.two_devices import pair
 
 torch.set_num_threads(1)
 

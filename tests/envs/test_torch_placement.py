@@ -26,7 +26,7 @@ from graphs.extract import Workload, extract
 from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays
 from placer.cli.main import main
-from tests.helpers.two_devices import pair
+from tests.helpers.clusters import pair
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)

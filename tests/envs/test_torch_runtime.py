@@ -33,7 +33,7 @@ from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from tests.helpers import tiny_models
-from tests.helpers.two_devices import MEMORY, linked, pair
+from tests.helpers.clusters import MEMORY, linked, pair
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)

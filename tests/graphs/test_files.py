@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphs.files import CHUNK_BYTES, read_limited, write_whole
-from tests.helpers.small_files import largest_file
+from tests.helpers.processes import largest_file
 
 
 def test_reading_takes_the_memory_of_the_file_not_of_the_largest_one(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from graphs.flops import call_flops, further_formulas
 from graphs.models import TwoTowers, TwoTowersConfig
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.in_turn import in_turn
-from tests.helpers.saved_tensors import saved_bytes
-from tests.helpers.tiny_models import Plain, forward
+from tests.helpers.tiny_models import Plain, forward, saved_bytes
 
 torch.set_num_threads(1)
 pytest.importorskip("transformers")

@@ -25,7 +25,7 @@ from graphs.optimizer import STATE, Optimizer
 from tests.helpers import one_process, tiny_models
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import Plain, assert_same, forward, state_of
-from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
+from tests.helpers.trained_alike import torch_optimizer, with_optimizer
 
 torch.set_num_threads(1)
 

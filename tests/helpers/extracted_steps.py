@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from envs.executors.hooks.hooked_module import HookedModule
 from graphs.extract import Extraction, Workload, extract
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.tiny_models import Plain
 
 STEPS: dict[str, Callable[[], Workload]] = {
     **tiny_models.STEPS,
@@ -57,3 +60,17 @@ def on(
     """Return a placement with the chosen calls on the device and the others on the CPU."""
     calls = extraction.forward.placed_calls
     return {call.key: device if chosen(call.key) else "cpu" for call in calls}
+
+
+def placed_at(
+    step: Workload, devices: Mapping[str, torch.device | str]
+) -> tuple[Workload, HookedModule]:
+    """Return the step and a hooked copy of it with its modules on these devices."""
+    return step, HookedModule(extract(copy.deepcopy(step), "modules"), devices)
+
+
+def two_linear(function: Any, **modules: nn.Module) -> Workload:
+    """Return a step of ``function`` with two linear layers and the given modules."""
+    torch.manual_seed(0)
+    model = Plain(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **modules)
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)

@@ -1,11 +1,12 @@
-"""State of the processes that a test started, from /proc."""
+"""State of the processes that a test started, and a limit on the files of this one."""
 
 from __future__ import annotations
 
 import os
+import resource
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -51,3 +52,14 @@ def _children(process_id: int) -> set[int]:
         for task in Path(f"/proc/{process_id}/task").iterdir():
             numbers |= set(map(int, (task / "children").read_text().split()))
     return numbers
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Make writes beyond this file size fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -19,7 +19,7 @@ from graphs.synthetic.mirror import with_backward
 from placer.job import Job, SearchConfig
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan
-from tests.helpers.node_clusters import nodes
+from tests.helpers.clusters import nodes
 
 MB = 10**6
 SEARCH = SearchConfig(policy=None, budget="400e")

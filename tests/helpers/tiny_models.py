@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from graphs.extract import Workload
 from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig
@@ -338,3 +341,37 @@ def tied_gradients(gradients: dict[str, Tensor], step: Workload) -> dict[str, Te
         for first in gradients
         if state[name] is state[first]
     }
+
+
+def saved_bytes(step: Workload) -> int:
+    """Return the bytes saved from forward to backward; the step is not changed.
+
+    Parameters, buffers and inputs exist anyway and do not count.
+    """
+    step = copy.deepcopy(step)
+    leaves = tree_leaves((step.inputs, dict(step.keywords)))
+    there = [*step.named_state().values(), *(x for x in leaves if isinstance(x, Tensor))]
+    known = {tensor.untyped_storage().data_ptr() for tensor in there}
+    saved: dict[int, int] = {}
+    alive = []  # keeps storages from being reused
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            alive.append(tensor)
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(step)
+    assert loss.requires_grad
+    return sum(saved.values())
+
+
+def export_onnx(model: nn.Module, inputs: tuple[Any, ...], path: Path, **options: Any) -> Path:
+    """Export with the exporter that needs no other package; inputs are named x0, x1, ..."""
+    names = [f"x{i}" for i in range(len(inputs))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but the new exporter needs onnxscript
+        torch.onnx.export(model.eval(), inputs, path, dynamo=False, input_names=names, **options)
+    return path

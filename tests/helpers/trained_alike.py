@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload
+from graphs.optimizer import Optimizer
 from tests.helpers.tiny_models import forward
 
 
@@ -64,3 +66,23 @@ def on_cpu(found: Any) -> dict[str, Tensor]:
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def with_optimizer(step: Workload, kind: str, **numbers: Any) -> Workload:
+    return replace(step, optimizer=Optimizer(kind=kind, **numbers))
+
+
+def torch_optimizer(
+    model: nn.Module, own: Optimizer, *, fused: bool = True
+) -> torch.optim.Optimizer:
+    numbers: dict[str, Any] = {"lr": own.learning_rate, "fused": fused}
+    if own.weight_decay is not None:
+        numbers["weight_decay"] = own.weight_decay
+    match own.kind:
+        case "sgd":
+            return torch.optim.SGD(model.parameters(), **numbers)
+        case "momentum":
+            return torch.optim.SGD(model.parameters(), momentum=own.momentum, **numbers)
+        case "adam":
+            return torch.optim.Adam(model.parameters(), **numbers)
+    return torch.optim.AdamW(model.parameters(), **numbers)

@@ -32,7 +32,7 @@ from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from tests.helpers import tiny_models
-from tests.helpers.two_devices import linked, pair
+from tests.helpers.clusters import linked, pair
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")

@@ -27,8 +27,13 @@ from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores, wo
 from tests.helpers.processes import all_end
 from tests.helpers.tiny_models import forward
 from tests.helpers.tiny_reference_models import words
-from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
-from tests.helpers.trained_alike import assert_close, assert_trains_alike, on_cpu
+from tests.helpers.trained_alike import (
+    assert_close,
+    assert_trains_alike,
+    on_cpu,
+    torch_optimizer,
+    with_optimizer,
+)
 from tests.helpers.vdev import TRANSFERS, vdev
 
 torch.set_num_threads(1)

@@ -29,7 +29,7 @@ from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.mirror import with_backward
 from graphs.synthetic.shapes import Weights, layered
-from tests.helpers.node_clusters import nodes
+from tests.helpers.clusters import nodes
 from tests.helpers.replicas_twin import twin_buckets, twin_ends, twin_step_ns
 
 MB = 10**6

@@ -15,7 +15,7 @@ from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.replicas.topology import levels_of, nested_blocks, replica_groups
 from graphs.graph import GraphArrays, add_op, new_graph
-from tests.helpers.node_clusters import nodes
+from tests.helpers.clusters import nodes
 
 
 def problem_on(cluster: Cluster) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +24,13 @@ from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from tests.helpers import one_process, tiny_models, tiny_transformers
 from tests.helpers.in_turn import in_turn
-from tests.helpers.saved_tensors import saved_bytes
 from tests.helpers.tiny_models import (
     Plain,
     assert_same,
     eager,
     forward,
     gradients_of,
+    saved_bytes,
     squared,
     state_of,
 )
@@ -77,7 +78,7 @@ def asks_for_its_dtype() -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
 
 
-STEPS = {
+STEPS: dict[str, Callable[[], Workload]] = {
     **{name: make for name, make in tiny_models.STEPS.items() if name != "inception"},
     **{make.__name__: make for make in (composites, asks_for_its_dtype)},
     **{

@@ -23,8 +23,7 @@ from graphs.flops import further_formulas
 from graphs.graph import GraphArrays
 from tests.helpers import one_process, tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.in_turn import LARGE, in_turn
-from tests.helpers.saved_tensors import saved_bytes
-from tests.helpers.tiny_models import assert_same, eager, forward, squared
+from tests.helpers.tiny_models import assert_same, eager, forward, saved_bytes, squared
 
 torch.set_num_threads(1)
 pytest.importorskip("transformers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,7 +173,11 @@ def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_pins_of_an_optimization_count_as_exported_too() -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
-    speeds = {"peak_flop_per_s": 1e11, "bandwidth_bytes_per_s": 1e10, "launch_s": 1e-6}
+    speeds: dict[str, Any] = {
+        "peak_flop_per_s": 1e11,
+        "bandwidth_bytes_per_s": 1e10,
+        "launch_s": 1e-6,
+    }
     devices = tuple(Device(name=n, kind="core", memory_bytes=1 << 30, **speeds) for n in cores)
     link = Link(between=cores, latency_s=1e-9, bandwidth_bytes_per_s=1e12)
     cluster = Cluster(name="two", devices=devices, links=(link,))

@@ -28,8 +28,7 @@ from placer.policies.training import load_config, train
 from placer.policies.training.config import TrainingConfig
 from placer.policies.training.log import COLUMNS, Log
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
-from tests.helpers.processes import all_end
-from tests.helpers.small_files import largest_file
+from tests.helpers.processes import all_end, largest_file
 from tests.helpers.tiny_training import TINY, TWO_STAGES, toml
 
 torch.set_num_threads(1)

@@ -36,8 +36,8 @@ from placer.replicate.plan import plan_job
 from placer.replicate.simulation import variants
 from placer.search.objectives import Objective
 from placer.search.registry import placer_named
+from tests.helpers.clusters import nodes
 from tests.helpers.folders import ROOT
-from tests.helpers.node_clusters import nodes
 from tests.helpers.replica_plans import MB, SEARCH, layers, planned, rated, training
 
 FAST = nodes(1, 4, inside_bytes_per_s=1e13)

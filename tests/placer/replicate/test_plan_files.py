@@ -17,7 +17,7 @@ from graphs.graph_file import save_graph
 from placer.cli.main import main
 from placer.parallel.plan import run_plan
 from placer.replicate.result import ReplicatedResult
-from tests.helpers.node_clusters import nodes
+from tests.helpers.clusters import nodes
 from tests.helpers.replica_plans import layers, planned, rated, training
 
 

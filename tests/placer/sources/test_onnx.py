@@ -20,8 +20,7 @@ from placer.cli.main import main
 from placer.sources import onnx as source
 from placer.sources.target import TargetError, load_step
 from tests.helpers import one_process
-from tests.helpers.onnx_files import exported
-from tests.helpers.tiny_models import assert_same
+from tests.helpers.tiny_models import assert_same, export_onnx
 from tests.helpers.tiny_transformers import TARGETS
 from tests.helpers.tiny_transformers import load as load_transformer
 
@@ -90,7 +89,7 @@ def test_an_exported_model_computes_what_the_original_does_placed_on_two_devices
     make, shape = MODELS[name]
     model, x = make(), torch.randn(shape)
     model(x)  # initializes lazy modules
-    path = exported(model, (x,), tmp_path / "model.onnx")
+    path = export_onnx(model, (x,), tmp_path / "model.onnx")
     step = load_step(str(path), training=False)
     with torch.no_grad():
         torch.testing.assert_close(step.model(x), model(x), rtol=1e-5, atol=1e-5)
@@ -106,7 +105,7 @@ def test_a_transformer_keeps_names_sizes_and_results(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     original = load_transformer(TARGETS["bert"], training=False)
     ids = original.keywords["input_ids"]
-    path = exported(
+    path = export_onnx(
         original.model, (ids,), tmp_path / "model.onnx", dynamic_axes={"x0": {1: "sequence"}}
     )
     step = load_step(f"{path}?sequence=8", training=False)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from envs.executors.hooks.hooked_module import HookedModule
 from graphs.extract import Workload, extract
 from tests.helpers import tiny_models
-from tests.helpers.extracted_steps import made
-from tests.helpers.hooked import placed_at, two_linear
+from tests.helpers.extracted_steps import made, placed_at, two_linear
 from tests.helpers.placed_steps import by_modules
 from tests.helpers.tiny_models import Plain, forward
 from tests.helpers.trained_alike import assert_trains_alike

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.helpers.hooked import placed_at, two_linear
+from tests.helpers.extracted_steps import placed_at, two_linear
 from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import assert_trains_alike
 

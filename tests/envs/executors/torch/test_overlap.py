@@ -16,7 +16,7 @@ from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.streams import arrived, sending, staged
 from graphs.extract import Extraction, Workload, extract
 from tests.helpers import tiny_models
-from tests.helpers.random_devices import random_devices, random_order
+from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import assert_trains_alike
 

@@ -14,7 +14,7 @@ from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import ExtractionError, Workload, extract
 from tests.helpers.extracted_steps import fresh, on
 from tests.helpers.in_turn import in_turn
-from tests.helpers.random_devices import random_devices
+from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import on_cpu
 from tests.helpers.vdev import TRANSFERS

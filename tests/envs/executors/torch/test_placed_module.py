@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload, extract
 from tests.helpers.extracted_steps import copied, fresh, on
-from tests.helpers.random_devices import random_devices, random_order
+from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.tiny_models import Plain, forward, state_of
 from tests.helpers.trained_alike import assert_trains_alike, on_cpu
 from tests.helpers.vdev import TRANSFERS, vdev

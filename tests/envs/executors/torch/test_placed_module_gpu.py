@@ -13,10 +13,9 @@ from torch import nn
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
-from tests.helpers.random_devices import random_devices, random_order
+from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.tiny_models import forward
-from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
-from tests.helpers.trained_alike import assert_trains_alike
+from tests.helpers.trained_alike import assert_trains_alike, torch_optimizer, with_optimizer
 
 torch.set_num_threads(1)
 

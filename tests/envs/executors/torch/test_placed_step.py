@@ -27,10 +27,10 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays, attributes_of
 from tests.helpers import tiny_models
-from tests.helpers.random_devices import random_devices, random_order
+from tests.helpers.clusters import linked, pair
+from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.tiny_models import Plain, forward, squared, state_of
-from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
-from tests.helpers.two_devices import linked, pair
+from tests.helpers.trained_alike import torch_optimizer, with_optimizer
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload, extract
 from tests.helpers import tiny_models
-from tests.helpers.random_devices import random_devices
+from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import state_of
 
 torch.set_num_threads(1)

@@ -1,8 +1,11 @@
-"""Clusters of nodes of equal devices: a link inside every node and a network card per node."""
+"""Small clusters: two torch devices, two devices as TOML, and nodes with network cards."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.discover import discover
 
 
 def nodes(
@@ -39,3 +42,34 @@ def nodes(
         devices=tuple(Device(name=name, kind="gpu", memory_bytes=memory_bytes) for name in every),
         links=tuple(links),
     )
+
+
+MEMORY = {"vdev:0": 1 << 30, "cpu": 1 << 30}
+
+
+def pair(memory: dict[str, int] | None = None) -> Cluster:
+    return discover("vdev:0,cpu", memory or MEMORY)
+
+
+def linked() -> Cluster:
+    cluster = pair()
+    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    return replace(cluster, links=(link,))
+
+
+CLUSTER = """
+format = "placer-cluster/1"
+name = "pair"
+[[device]]
+name = "a"
+kind = "x"
+memory_bytes = {memory}
+[[device]]
+name = "b"
+kind = "x"
+memory_bytes = {memory}
+[[link]]
+between = ["a", "b"]
+latency_s = 1e-6
+bandwidth_bytes_per_s = 1e10
+"""
