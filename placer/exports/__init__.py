@@ -43,11 +43,7 @@ FORMATS: Final[Mapping[str, FormatEntry]] = {
 
 
 def format_named(name: str) -> Format:
-    """Return the format with this name.
-
-    Raises:
-        ValueError: the format does not exist; the message lists those that do.
-    """
+    """Return the format with this name."""
     if name not in FORMATS:
         raise ValueError(
             f"there is no format {name!r}, there are {', '.join(FORMATS)}"

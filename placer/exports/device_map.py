@@ -39,13 +39,7 @@ OFFLOADED: Final = (
 
 
 def device_map(placed: PlacedModules) -> FormatOutput:
-    """Return a device map that runs and is as close to the placement as possible.
-
-    Raises:
-        RenamingError: a device is not a torch device.
-        ExportError: accelerate would offload parameters that are to be trained.
-        ExtractionError: the model was not exported, so there is no dry run.
-    """
+    """Return a device map that runs and is as close to the placement as possible."""
     placed.check_torch_devices()
     placed_on = {op.device for op in placed.ops}
     main_device = placed.main_device or main_device_of(placed_on)

@@ -125,12 +125,8 @@ def flow(
 ) -> Flow:
     """Dry-run a device map; after an op that fails, continue with its result on the main device.
 
-    Args:
-        program: the forward pass.
-        step: the step of the forward pass.
-        device_of: {module: device}; for nested modules the innermost counts.
-        main_device: device of the inputs.
-        gates: modules that the map may but need not name; they count as producers of values.
+    The map is ``device_of``, {module: device}; for nested modules the innermost counts. ``gates``
+    are modules that it may but need not name; they count as producers of values.
     """
     first: Conflict | None = None
     devices: dict[str, str] = {}

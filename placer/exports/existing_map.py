@@ -83,11 +83,6 @@ class DeviceMap:
         An op outside all modules of the map runs with a tensor that it reads and the map names,
         else where most of its input bytes come from. Ops that must share a device follow the first
         of them. Priorities keep program order.
-
-        Raises:
-            ValueError: the map names modules that the model lacks, leaves out some with
-                parameters, has devices that the cluster lacks, or names a tensor outside all its
-                modules although the graph is a module graph.
         """
         model = extraction.step.model
         self._check(model, cluster)
@@ -146,11 +141,7 @@ class DeviceMap:
 def _of_readers(
     extraction: Extraction, graph: GraphArrays, tensors: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return {op: device of the first of these tensors that it reads}, from {tensor: device}.
-
-    Raises:
-        ValueError: the graph is a module graph, where the tensors that an op reads are unknown.
-    """
+    """Return {op: device of the first of these tensors that it reads}, from {tensor: device}."""
     program = extraction.step_program
     if program is None:
         raise ValueError(

@@ -20,10 +20,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.extract import Extraction
-from placer.exports.placed_modules import (
-    PlacedModules,
-    call_keys,
-)
+from placer.exports.placed_modules import PlacedModules, call_keys
 
 SMALLEST_CHANGE: Final = 0.01
 """Relative difference below which two step times count as equal."""
@@ -136,11 +133,7 @@ class StepPredictor:
         extraction: Extraction,
         renamed: Mapping[str, str] | None = None,
     ) -> StepPredictor:
-        """Return the predictor of a placement of a problem's ops, made from the extraction.
-
-        Raises:
-            ValueError: the placement belongs to another graph or has other devices.
-        """
+        """Return the predictor of a placement of a problem's ops, made from the extraction."""
         return cls(
             problem=problem,
             placement=placement.aligned(problem.graph, problem.cluster),
@@ -189,19 +182,10 @@ def export_extracted(
     renamed: Mapping[str, str] | None = None,
     main_device: str | None = None,
 ) -> Exported:
-    """Write a placement in a format and compare the result with the placement.
+    """Write a placement of ops or calls in a format and compare the result with the placement.
 
-    Args:
-        write: the format.
-        extraction: the step of the placed model.
-        placement: of its ops or calls.
-        problem: the placed graph with op costs; without it no step is predicted.
-        renamed: {device of the placement: device to write}.
-        main_device: device of the model's inputs.
-
-    Raises:
-        ExportError: the runtime cannot run the placement.
-        ValueError: the placement belongs to another graph.
+    ``problem`` is the placed graph with op costs, without which no step is predicted. ``renamed``
+    is {device of the placement: device to write}, ``main_device`` that of the model's inputs.
     """
     predictor = None
     if problem is not None:

@@ -26,12 +26,7 @@ TITAN_PARTS: Final = re.compile(rf"tok_embeddings|layers\.\d+|norm|lm_head|{EVER
 
 
 def layer_counts(placed: PlacedModules) -> FormatOutput:
-    """Return the number of layers of the model's only stack on each device, in stage order.
-
-    Raises:
-        ExportError: the model does not have exactly one stack of layers, the stack is on one
-            device, or the placement returns to a device.
-    """
+    """Return the number of layers of the model's only stack on each device, in stage order."""
     stack = _only_stack(placed)
     devices = [placed.home(layer) for layer in stack.layers]
     runs = [(device, len(list(run))) for device, run in groupby(devices)]

@@ -16,12 +16,7 @@ WEIGHTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 
 def override_patterns(placed: PlacedModules) -> FormatOutput:
-    """Return one pattern per device with experts; all other tensors are left to llama.cpp.
-
-    Raises:
-        ExportError: there are no experts, or they are in two lists of layers, or a device is
-            neither a GPU nor the CPU.
-    """
+    """Return one pattern per device with experts; all other tensors are left to llama.cpp."""
     experts = _experts(placed)
     device_of: dict[int, str] = {}
     for layer, modules in experts.items():

@@ -27,14 +27,7 @@ class Stage:
 
 
 def pipeline(placed: PlacedModules) -> FormatOutput:
-    """Return the device of each stage, and the first module of each stage but the first.
-
-    Raises:
-        RenamingError: a device is not a torch device.
-        ExportError: the placement returns to a device, uses one device only, a stage would begin
-            with a module that is called more than once, or a module has a name that torch.export
-            reserves.
-    """
+    """Return the device of each stage, and the first module of each stage but the first."""
     placed.check_torch_devices()
     if reserved := reserved_modules(placed.model):
         last = reserved[0].rpartition(".")[2]
@@ -54,11 +47,7 @@ def pipeline(placed: PlacedModules) -> FormatOutput:
 
 
 def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
-    """Return the stages of a placement, and the first module of each stage but the first.
-
-    Raises:
-        ExportError: as for :func:`pipeline`, except for devices and reserved names.
-    """
+    """Return the stages of a placement, and the first module of each stage but the first."""
     found = stages(placed)
     if len(found) == 1:
         raise ExportError(f"all modules are on {found[0].device}: there is nothing to split")
@@ -78,9 +67,6 @@ def stages(placed: PlacedModules) -> list[Stage]:
     Layers of a stack stay whole, since pipelines are cut between layers and torch cannot always cut
     inside one. Elsewhere modules are as small as possible. A module that goes back only because it
     shares a parameter, such as an embedding's, stays in the stage that reaches it, with a copy.
-
-    Raises:
-        ExportError: a unit is on a device that was left before, or runs again after that.
     """
     found = stacks(placed.model)
     units = list(dict.fromkeys(layer_of(unit, found) or unit for unit in placed.units()))

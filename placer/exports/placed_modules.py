@@ -64,19 +64,7 @@ class PlacedModules:
         main_device: str | None = None,
         predict_step: PredictStep | None = None,
     ) -> PlacedModules:
-        """Return a placement by the modules of the model it was made for.
-
-        Args:
-            extraction: the model's step.
-            placement: of its ops (devices ``core:N``) or of its calls (``cuda:N``, ``cpu``).
-            renamed: {device of the placement: device to export}.
-            main_device: device of the model's inputs.
-            predict_step: predicts the step if calls run on {call: device}.
-
-        Raises:
-            RenamingError: ``renamed`` names devices that do not exist.
-            ValueError: the placement belongs to another graph.
-        """
+        """Return a placement of ops (devices ``core:N``) or of calls by the model's modules."""
         names = dict(renamed or {})
         check_renamed(names, placement.device_names)
         graph = _graph_of(extraction, placement)

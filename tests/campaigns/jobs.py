@@ -64,6 +64,7 @@ class Job:
         self.temporary = command.folder / f"tmp.{self.token}"
         self.temporary.mkdir()
         self.code: int | None = None
+        self.interrupted = False  # by SIGINT
         self._syncing = mmap.mmap(-1, 1)  # a byte shared with a warm job
         sys.stdout.flush()
         # Signals are blocked until the first line of the command.
@@ -127,6 +128,7 @@ class Job:
         """Send a signal to the main process while it runs, or to another process."""
         if pid is None and self.code is not None:
             return  # the process id may have been reused
+        self.interrupted |= number == signal.SIGINT
         with suppress(ProcessLookupError):
             os.kill(pid or self.pid, number)
 

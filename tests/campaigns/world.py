@@ -115,11 +115,7 @@ class World:
         ]
 
     def ended_well(self, jobs: Sequence[Job]) -> None:
-        """Wait for jobs and check that they end without errors.
-
-        Raises:
-            RuntimeError: a job failed.
-        """
+        """Wait for jobs and check that they end without errors."""
         for ended in [job.finish() for job in jobs]:
             if ended.code or ended.hung or ended.orphans or ended.left:
                 raise RuntimeError(f"a job fails without a fault: {ended}")

@@ -48,9 +48,6 @@ def on_ranks(
 
     Ranks are forked from a server that has torch loaded. Each returns its result, waits for the
     others and exits at once, because gloo's threads may abort a process that shuts down normally.
-
-    Raises:
-        RankError: a rank raised, died, or took longer than ``timeout_s``.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

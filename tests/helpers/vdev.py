@@ -112,11 +112,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 @contextmanager
 def vdev(link_bytes_per_s: float = math.inf) -> Iterator[torch.device]:
-    """Yield the device, with copies no faster than ``link_bytes_per_s``.
-
-    Raises:
-        RuntimeError: there is a CUDA device, which would stop working.
-    """
+    """Yield the device, with copies no faster than ``link_bytes_per_s``."""
     if torch.cuda.is_available():
         raise RuntimeError("torch knows one accelerator: with vdev, CUDA would fail")
     TRANSFERS.clear()

@@ -91,11 +91,7 @@ UNPLACED: Final = "not placed"
 
 
 def report_data(result: Result, commands: Sequence[Command] = ()) -> dict[str, Any]:
-    """Return all data of the report of an optimization.
-
-    Raises:
-        ValueError: the placement cannot run, so there is no step to show.
-    """
+    """Return all data of the report of an optimization."""
     problem, placement, runs = result.problem, result.placement, Runs(result)
     best = runs.times(result.best)
     speed_up, speed_up_is = runs.speed_up(result.best)

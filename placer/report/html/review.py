@@ -25,9 +25,6 @@ def reviewed(
     """Return an optimization result with this placement as the best, compared to the heuristics.
 
     Nothing is searched or run: measured times are those recorded in the placement.
-
-    Raises:
-        ValueError: the placement is not for this problem.
     """
     placement.check(problem.graph, problem.cluster)
     objective = Objective(

@@ -38,9 +38,6 @@ def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:
 
     The critical path is contiguous from 0 to the end; bars and idle times of a device fill the
     step. The memory curve is thinned but keeps its maximum.
-
-    Raises:
-        ValueError: the placement cannot run.
     """
     problem, schedule = simulated.run(placement)
     if schedule.step_ns == INFEASIBLE_NS:
