@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from placer.policies.pool import Clusters
@@ -33,6 +35,12 @@ TWO_STAGES = replace(
     ),
     ppo=replace(SMALL_PPO, final_learning_rate=1e-4, average_rollouts=20),
 )
+
+
+def curve(path: Path) -> list[dict[str, str]]:
+    """Return the log of the training at a path without suffix, without times."""
+    with path.with_name(f"{path.name}.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "spent_s"} for row in csv.DictReader(file)]
 
 
 def toml(config: TrainingConfig) -> str:

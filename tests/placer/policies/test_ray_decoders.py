@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ import torch
 from placer.policies.decoders import RayTasks
 from placer.policies.training import train
 from placer.policies.training.config import Length
-from tests.helpers.tiny_training import TINY
+from tests.helpers.tiny_training import TINY, curve
 
 ray: Any = pytest.importorskip("ray")
 torch.set_num_threads(1)
@@ -39,12 +38,6 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def curve(path: Path) -> list[dict[str, str]]:
-    """Return the training log without times."""
-    with path.with_name(f"{path.name}.csv").open() as file:
-        return [{k: v for k, v in row.items() if k != "spent_s"} for row in csv.DictReader(file)]
 
 
 def test_training_goes_on_to_the_same_curve_when_a_node_dies(
