@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
 from graphs.extract.export.forward import ForwardCall
 from graphs.extract.placeable import CallGraph
-from graphs.extract.program import Ref
-from graphs.graph import PHASES
+from graphs.extract.program import Ref, values_in
 from graphs.optimizer import STATE, Optimizer
 
 ROOM_BYTES: Final = 256 << 20
@@ -44,15 +43,8 @@ ROOM_BYTES: Final = 256 << 20
 MOST_BACKWARDS: Final = 50
 LONG_S: Final = 0.05
 FEWEST_REPEATS: Final = 3
-BACKWARD: Final = PHASES.index("backward")
-
-
-@dataclass(frozen=True, slots=True)
-class CallCost:
-    """Seconds of a call on one device; nan where its tensors do not fit."""
-
-    forward_s: float
-    backward_s: float = 0.0
+CallTimes: TypeAlias = tuple[float, float]
+"""Seconds of a call on one device, forward and backward; nan where its tensors do not fit."""
 
 
 def call_costs(
@@ -92,7 +84,7 @@ def profile_calls(
         for kind, device in sorted(first_of.items())
     }
     limits = {torch_device(device.name): device.memory_bytes for device in devices}
-    costs: dict[str, dict[str, CallCost]] = {kind: {} for kind in profilers}
+    costs: dict[str, dict[str, CallTimes]] = {kind: {} for kind in profilers}
     backwards = backward_nodes(extraction, calls)
     total = len(extraction.forward.calls)
     with torch_devices.limited(limits), fork_rng(range(torch.cuda.device_count())):
@@ -119,7 +111,7 @@ def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
     nodes: dict[str, int] = {}
     phases = [data["phase"] for _, data in extraction.graph.nodes(data=True)]
     for key, node, phase in zip(extraction.call_of, calls.node_of.tolist(), phases, strict=True):
-        if phase == PHASES[BACKWARD]:
+        if phase == "backward":
             nodes.setdefault(key, node)
     return nodes
 
@@ -127,15 +119,15 @@ def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
 def _by_node(
     calls: CallGraph,
     backwards: Mapping[str, int],
-    costs: Mapping[str, CallCost],
+    costs: Mapping[str, CallTimes],
     updates: Mapping[int, float],
     launch_s: float,
 ) -> NDArray[np.float64]:
     cost_s = np.zeros(len(calls.graph))
-    for key, cost in costs.items():
-        cost_s[calls.node_of_call[key]] += cost.forward_s
+    for key, (forward_s, backward_s) in costs.items():
+        cost_s[calls.node_of_call[key]] += forward_s
         if key in backwards:
-            cost_s[backwards[key]] += cost.backward_s
+            cost_s[backwards[key]] += backward_s
     for node, seconds in updates.items():
         cost_s[node] += seconds
     return np.asarray(np.fmax(cost_s - launch_s, 0.0) + 0.0 * cost_s)  # nan stays nan
@@ -160,8 +152,7 @@ class _CallInputs:
         ]
         args, kwargs = self.call.args, self.call.kwargs
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in names]
-        refs = tree_leaves(written, is_leaf=lambda leaf: isinstance(leaf, Ref))
-        return self.gradients & {ref.value for ref in refs if isinstance(ref, Ref)}
+        return self.gradients.intersection(values_in(written))
 
     def signature(self) -> object:
         """Return a key that is equal for calls of equal cost."""
@@ -174,7 +165,6 @@ class _CallInputs:
         plain = tree_map(
             lambda leaf: Ref(order[leaf.value]) if isinstance(leaf, Ref) else leaf,
             (self.call.args, dict(self.call.kwargs)),
-            is_leaf=lambda leaf: isinstance(leaf, Ref),
         )
         return self.call.target, reads, repr(plain)
 
@@ -185,28 +175,28 @@ class _Profiler:
 
     device: torch.device
     dtype: str
-    known: dict[object, CallCost] = field(default_factory=dict)
+    known: dict[object, CallTimes] = field(default_factory=dict)
 
-    def cost(self, inputs: _CallInputs) -> CallCost:
+    def cost(self, inputs: _CallInputs) -> CallTimes:
         signature = inputs.signature()
         if signature not in self.known:
             with timed_within_bounds(inputs.call.key, self.device):
                 cost = unless_out_of_memory(partial(self._timed, inputs), self.device)
-            self.known[signature] = cost or CallCost(math.nan, math.nan)
+            self.known[signature] = cost or (math.nan, math.nan)
         return self.known[signature]
 
-    def _timed(self, inputs: _CallInputs) -> CallCost:
+    def _timed(self, inputs: _CallInputs) -> CallTimes:
         written = bool(inputs.call.writes)
         here = {
             v: inputs.values[v].detach().to(self.device, copy=written) for v in inputs.call.reads
         }
         if not inputs.gradients:
             with torch.no_grad():
-                return CallCost(self._seconds(_bound(inputs.call, here, self.device)))
+                return self._seconds(_bound(inputs.call, here, self.device)), 0.0
         leaves = _leaves(here, inputs.gradients)
         with torch.set_grad_enabled(not inputs.written):  # a leaf cannot be written
             forward_s = self._seconds(_bound(inputs.call, leaves, self.device))
-        return CallCost(forward_s, self._backward_s(inputs, here))
+        return forward_s, self._backward_s(inputs, here)
 
     def _seconds(self, work: Callable[[], object]) -> float:
         with self._autocast():
@@ -348,16 +338,12 @@ def _update_costs(
         parameters = [state[name] for name in together.names]
         form = tuple((tuple(p.shape), p.stride(), p.dtype) for p in parameters)
         if form not in known:
-            known[form] = _update_s(optimizer, parameters, device)
+            with timed_within_bounds(f"an update by {optimizer.kind}", device):
+                work = partial(_timed_update, optimizer, parameters, device)
+                seconds = unless_out_of_memory(work, device)
+            known[form] = math.nan if seconds is None else seconds
         update_s[int(node_of[id(parameters[0])])] += known[form]
     return dict(update_s)
-
-
-def _update_s(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
-    with timed_within_bounds(f"an update by {optimizer.kind}", device):
-        work = partial(_timed_update, optimizer, parameters, device)
-        seconds = unless_out_of_memory(work, device)
-    return math.nan if seconds is None else seconds
 
 
 def _timed_update(

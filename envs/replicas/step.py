@@ -109,7 +109,7 @@ class ReplicaSimulator:
             if micro_batches == 1:
                 self._simulators[key] = Simulator(self.problem), None
             else:
-                pipeline = Pipeline.of(self.problem, micro_batches, in_flight=in_flight)
+                pipeline = Pipeline(self.problem, micro_batches, in_flight=in_flight)
                 self._simulators[key] = Simulator(pipeline.problem), pipeline
         return self._simulators[key]
 

@@ -6,7 +6,6 @@ by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -26,57 +25,33 @@ UNREACHABLE_NS: Final = 1 << 60
 """Stands for an impossible time; sums of a few such values stay within 63 bits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Lower bounds on the step time in nanoseconds, by kind; all hold, so the largest counts.
+def lower_bound_ns(problem: Problem) -> int:
+    """Return the nanoseconds that every step takes at least; about 0.05 s for 1,000 ops.
 
-    ``work_ns``: the work of all ops spread over all devices. It is bounded by a feasible point of
-    the dual of R||Cmax (Lenstra, Shmoys and Tardos, 1990): for device weights w that sum to 1,
-    sum_i min_d w_d cost_id. It is computed in integers, so the bound is exact.
-
-    ``path_ns``: the critical path, with every op and its inputs each on the device that is best for
-    this path; transfers count where no choice of devices avoids them at less cost.
-
-    ``around_ns``: for every op, the time before it, its own cost, and the time after it. Before and
-    after are each bounded by a path or by the work of all ancestors or descendants.
+    Two bounds hold, so the larger one counts. One is the pace, see :func:`pace_ns`. The other is,
+    for every op, the time before it, its cost and the time after it. Before and after are each
+    bounded by the longest path, with every op and its inputs each on the device that is best for
+    this path (transfers count where no choice of devices avoids them at less cost), or by the work
+    of all ancestors or descendants. A ValueError says why no placement can run, see
+    :func:`missing_link`.
     """
-
-    work_ns: int
-    path_ns: int
-    around_ns: int
-
-    @property
-    def lower_bound_ns(self) -> int:
-        """Return the largest bound."""
-        return max(self.work_ns, self.path_ns, self.around_ns)
-
-
-def bounds_of(problem: Problem) -> Bounds:
-    """Compute all bounds of a problem; takes about 0.05 s for 1,000 ops.
-
-    A ValueError says why no placement can run, see :func:`missing_link`.
-    """
-    paths = _paths(problem)
+    head, tail = paths = _paths(problem)
     if reason := _missing_link(problem, paths):
         raise ValueError(reason)
     shares, total = _shares(problem.cost_ns, problem.allowed)
-    path_ns = around_ns = int(_around(problem, *paths).max())
     if problem.op_count <= LARGEST_REACH:
         before, after = _work_around(problem, shares // total)
-        head, tail = np.maximum(paths.head_ns, before), np.maximum(paths.tail_ns, after)
-        around_ns = int(_around(problem, head, tail).max())
-    return Bounds(work_ns=_rounded_up(shares, total), path_ns=path_ns, around_ns=around_ns)
-
-
-def lower_bound_ns(problem: Problem) -> int:
-    """Return the nanoseconds that every step takes at least, for any placement and order."""
-    return bounds_of(problem).lower_bound_ns
+        head, tail = np.maximum(head, before), np.maximum(tail, after)
+    return max(_rounded_up(shares, total), int(_around(problem, head, tail).max()))
 
 
 def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
     """Return the nanoseconds that the busiest device works at least, for any placement.
 
-    Without ``optimizer``, its ops are left out: they do not repeat for every micro-batch.
+    Bounded by a feasible point of the dual of R||Cmax (Lenstra, Shmoys and Tardos, 1990): for
+    device weights w that sum to 1, sum_i min_d w_d cost_id. It is computed in integers, so the
+    bound is exact. Without ``optimizer``, its ops are left out: they do not repeat for every
+    micro-batch.
     """
     counts = problem.graph.phase != PHASES.index("optimizer")
     rows = np.flatnonzero(counts | optimizer)
@@ -85,7 +60,7 @@ def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
 
 def load_bound_ns(problem: Problem) -> int:
     """Return a lower bound on the largest load: average work per device, or the costliest op."""
-    return max(bounds_of(problem).work_ns, int(problem.cheapest_ns().max(initial=0)))
+    return max(pace_ns(problem), int(problem.cheapest_ns().max(initial=0)))
 
 
 def missing_link(problem: Problem) -> str:

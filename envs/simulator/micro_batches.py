@@ -16,7 +16,7 @@ so that the simulator needs no special rules:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -40,50 +40,52 @@ _EDGE_COLUMNS: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pipeline:
-    """A step of ``micro_batches`` copies of ``base`` (N ops), as a problem of M ops of its own.
+    """A step of ``micro_batches`` copies of ``base`` (N ops), as a ``problem`` of M ops.
 
     The copies of an op are one co-location group of ``problem``, so any placer that supports groups
-    can place it. Op j is the copy of op ``origin[j]`` for micro-batch ``batch[j]``, or, where
-    ``is_gate[j]``, the gate of that micro-batch, which a copy of ``origin[j]`` opens.
+    can place it. First come all ops, as in the first micro-batch; then those of the other
+    micro-batches; then the gates. Op j is the copy of op ``origin[j]`` for micro-batch
+    ``batch[j]``, or, where ``is_gate[j]``, the gate of that micro-batch, which a copy of
+    ``origin[j]`` opens. By default at most one micro-batch per device is in flight.
     """
 
-    base: Problem
-    problem: Problem
-    micro_batches: int
-    origin: NDArray[np.int32]  # (M,)
-    batch: NDArray[np.int32]  # (M,)
-    is_gate: NDArray[np.bool_]  # (M,)
-
-    @classmethod
-    def of(cls, base: Problem, micro_batches: int, *, in_flight: int | None = None) -> Pipeline:
-        """Copy a problem; by default at most one micro-batch per device is in flight."""
+    def __init__(self, base: Problem, micro_batches: int, *, in_flight: int | None = None) -> None:
         check_micro_batches(micro_batches, in_flight)
-        limit = base.device_count if in_flight is None else in_flight
-        size = micro_batches * max(base.op_count, base.graph.edge_count)
-        if size >= LARGEST:
+        graph, count = base.graph, base.op_count
+        if micro_batches * max(count, graph.edge_count) >= LARGEST:
             raise ValueError(
-                f"{micro_batches} micro-batches of {base.op_count} ops and {base.graph.edge_count} "
+                f"{micro_batches} micro-batches of {count} ops and {graph.edge_count} "
                 f"edges are too large for the simulator, which takes {LARGEST - 1} in all"
             )
-        copies = _Copies(base, micro_batches, limit)
-        graph = copies.graph()
-        cost_ns = base.cost_ns[copies.origin]
-        cost_ns[copies.is_gate] = 0
-        return cls(
-            base=base,
-            problem=replace(
-                base,
-                graph=graph,
-                cost_ns=frozen(cost_ns),
-                allowed=frozen(base.allowed[copies.origin]),
-                held_bytes=frozen(held_bytes_of(graph)),
-            ),
-            micro_batches=micro_batches,
-            origin=frozen(copies.origin),
-            batch=frozen(copies.batch),
-            is_gate=frozen(copies.is_gate),
+        self.base, self.micro_batches = base, micro_batches
+        self._in_flight = base.device_count if in_flight is None else in_flight
+        self._once = graph.phase == OPTIMIZER
+        self._source = np.repeat(np.arange(count), np.diff(graph.successor_start))
+        self._check_optimizer()
+        again = np.flatnonzero(~self._once)
+        self._number = np.tile(np.arange(count), (micro_batches, 1))  # [batch, op]
+        copies = np.arange((micro_batches - 1) * len(again)).reshape(micro_batches - 1, len(again))
+        self._number[1:, again] = count + copies
+        self._last = _last_backward(base)
+        gates = np.arange(max(micro_batches - self._in_flight, 0) if self._last >= 0 else 0)
+        self._gates = count + copies.size + gates
+        repeated = np.tile(again, micro_batches - 1)
+        origin = [np.arange(count), repeated, np.full(len(gates), self._last)]
+        later = np.repeat(np.arange(1, micro_batches), len(again))
+        batch = [np.zeros(count), later, self._in_flight + gates]
+        self.origin = frozen(np.concatenate(origin).astype(np.int32))  # (M,)
+        self.batch = frozen(np.concatenate(batch).astype(np.int32))  # (M,)
+        self.is_gate = frozen(np.arange(len(self.origin)) >= count + copies.size)  # (M,)
+        copied = self._graph()
+        cost_ns = base.cost_ns[self.origin]
+        cost_ns[self.is_gate] = 0
+        self.problem = replace(
+            base,
+            graph=copied,
+            cost_ns=frozen(cost_ns),
+            allowed=frozen(base.allowed[self.origin]),
+            held_bytes=frozen(held_bytes_of(copied)),
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -101,48 +103,17 @@ class Pipeline:
         later = (urgency * self.micro_batches + self.batch) * count
         return -(later + rank[..., self.origin]).astype(np.float64)
 
-
-class _Copies:
-    """Indices of all copies, and the graph that they form.
-
-    First come all ops, as in the first micro-batch; then those of the other micro-batches; then the
-    gates.
-    """
-
-    def __init__(self, base: Problem, micro_batches: int, in_flight: int) -> None:
-        graph = base.graph
-        once = graph.phase == OPTIMIZER
-        self.base, self.count = base, micro_batches
-        self.source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
-        self._check(once)
-        again = np.flatnonzero(~once)
-        self.number = np.tile(np.arange(len(graph)), (micro_batches, 1))  # [batch, op]
-        copies = np.arange((micro_batches - 1) * len(again)).reshape(micro_batches - 1, len(again))
-        self.number[1:, again] = len(graph) + copies
-        self.last = _last_backward(base)
-        gates = max(micro_batches - in_flight, 0) if self.last >= 0 else 0
-        self.gates = len(graph) + copies.size + np.arange(gates)
-        self.in_flight = in_flight
-        self.origin = np.concatenate(
-            [np.arange(len(graph)), np.tile(again, micro_batches - 1), np.full(gates, self.last)]
-        ).astype(np.int32)
-        later = np.repeat(np.arange(1, micro_batches), len(again))
-        gated = in_flight + np.arange(gates)
-        self.batch = np.concatenate([np.zeros(len(graph)), later, gated]).astype(np.int32)
-        self.is_gate = np.arange(len(self.origin)) >= len(graph) + copies.size
-        self.once = once
-
-    def _check(self, once: NDArray[np.bool_]) -> None:
-        graph = self.base.graph
-        wrong = np.flatnonzero(once[self.source] & ~once[graph.successors])
+    def _check_optimizer(self) -> None:
+        graph, once = self.base.graph, self._once
+        wrong = np.flatnonzero(once[self._source] & ~once[graph.successors])
         if len(wrong):
-            u, v = int(self.source[wrong[0]]), int(graph.successors[wrong[0]])
+            u, v = int(self._source[wrong[0]]), int(graph.successors[wrong[0]])
             raise ValueError(
                 f"optimizer op {graph.ids[u]!r} feeds {PHASES[graph.phase[v]]} op "
                 f"{graph.ids[v]!r}: micro-batches need a step that ends with its optimizer"
             )
 
-    def graph(self) -> GraphArrays:
+    def _graph(self) -> GraphArrays:
         base = self.base.graph
         source, target, size = self._edges()
         start, successors, order = csr(source, target, len(self.origin))
@@ -153,7 +124,7 @@ class _Copies:
             if f.name not in _EDGE_COLUMNS
         }
         columns |= {
-            "hash": f"{base.hash}*{self.count}",
+            "hash": f"{base.hash}*{self.micro_batches}",
             "ids": self._ids(),
             "phase": frozen(np.where(self.is_gate, FORWARD, base.phase[self.origin])),
             "group": frozen(self._groups()),
@@ -186,7 +157,7 @@ class _Copies:
         ids = self.base.graph.ids
         rows = zip(self.origin.tolist(), self.batch.tolist(), self.is_gate.tolist(), strict=True)
         return tuple(
-            f"gate[{k}]" if gate else ids[i] if self.once[i] else f"{ids[i]}[{k}]"
+            f"gate[{k}]" if gate else ids[i] if self._once[i] else f"{ids[i]}[{k}]"
             for i, k, gate in rows
         )
 
@@ -198,24 +169,24 @@ class _Copies:
         return np.asarray(group[self.origin], np.int32)
 
     def _edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-        graph, number = self.base.graph, self.number
-        u, v = self.source, graph.successors
-        sums = np.flatnonzero(_accumulates(graph, self.source))
-        read_once = np.zeros((self.count, len(u)), np.bool_)
-        read_once[1:, self.once[u]] = True
-        read_once[:-1, np.isin(u, sums) & self.once[v]] = True
+        graph, number = self.base.graph, self._number
+        u, v = self._source, graph.successors
+        sums = np.flatnonzero(_accumulates(graph, self._source))
+        read_once = np.zeros((self.micro_batches, len(u)), np.bool_)
+        read_once[1:, self._once[u]] = True
+        read_once[:-1, np.isin(u, sums) & self._once[v]] = True
         kept = ~read_once
         roots = np.flatnonzero((np.diff(graph.predecessor_start) == 0) & (graph.phase == FORWARD))
-        opened = self.gates[:, None]
+        opened = self._gates[:, None]
         parts: list[tuple[Any, Any, Any]] = [
             (
                 number[:, u][kept],
                 number[:, v][kept],
-                np.tile(graph.edge_bytes, (self.count, 1))[kept],
+                np.tile(graph.edge_bytes, (self.micro_batches, 1))[kept],
             ),
             (number[:-1, sums], number[1:, sums], graph.output_bytes[sums]),
-            (number[: len(self.gates), self.last], self.gates, 0),
-            (opened, number[self.in_flight :, roots][: len(self.gates)], 0),
+            (number[: len(self._gates), self._last], self._gates, 0),
+            (opened, number[self._in_flight :, roots][: len(self._gates)], 0),
         ]
         rows = [np.broadcast_arrays(*part) for part in parts]
         source, target, size = (np.concatenate([row[k].ravel() for row in rows]) for k in range(3))
@@ -226,7 +197,7 @@ class _Copies:
         position = np.empty(self.base.op_count, np.int64)
         position[self.base.graph.topological] = np.arange(self.base.op_count)
         within_batch = np.where(self.is_gate, -1, position[self.origin])
-        batch = np.where(self.once[self.origin], self.count, self.batch)
+        batch = np.where(self._once[self.origin], self.micro_batches, self.batch)
         return np.lexsort((within_batch, batch)).astype(np.int32)
 
 

@@ -225,7 +225,7 @@ class Simulated:
     def _pipelined(self, micro_batches: int, in_flight: int | None) -> tuple[Pipeline, Simulator]:
         key = (micro_batches, in_flight)
         if key not in self._pipelines:
-            pipeline = Pipeline.of(self.problem, micro_batches, in_flight=in_flight)
+            pipeline = Pipeline(self.problem, micro_batches, in_flight=in_flight)
             self._pipelines[key] = pipeline, Simulator(pipeline.problem)
         return self._pipelines[key]
 

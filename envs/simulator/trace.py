@@ -8,9 +8,8 @@ in use (:func:`memory_curves`). Times are in microseconds.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
@@ -24,41 +23,29 @@ _Way: TypeAlias = tuple[int, ...]
 """A queue, or a pair of devices whose transfers never wait."""
 
 
-@dataclass(slots=True)
-class Track:
-    """Transfers of one queue of a link, or of one ordered pair where they never wait.
+def link_tracks(problem: Problem, schedule: Schedule) -> dict[str, list[int]]:
+    """Return {title of a track: its transfers by start} in device order, senders before receivers.
 
-    A pair whose transfers overlap has several tracks, numbered in their titles.
-    """
-
-    title: str
-    transfers: list[int] = field(default_factory=list)  # indices, by start
-
-
-def link_tracks(problem: Problem, schedule: Schedule) -> list[Track]:
-    """Return the tracks of all transfers in device order, senders before receivers.
-
-    A transfer that occupies two ports at once is on the tracks of both.
+    A track shows one queue of a link; a transfer that occupies two is on both tracks. A pair of
+    devices whose transfers never wait, so that they may overlap, has several, numbered tracks.
     """
     sent = schedule.transfers
-    tracks: list[Track] = []
-    lanes: dict[_Way, list[int]] = {}  # when the last transfer on each lane ends
-    numbers: dict[tuple[_Way, int], int] = {}
-    titles: Counter[str] = Counter()
+    lanes: dict[_Way, list[list[int]]] = defaultdict(list)
     for k in range(len(sent)):
-        start_ns, end_ns = int(sent.start_ns[k]), int(sent.end_ns[k])
         for way in _ways(problem, int(sent.source[k]), int(sent.destination[k])):
-            ends = lanes.setdefault(way, [])
-            lane = next((at for at, end in enumerate(ends) if end <= start_ns), len(ends))
-            ends[lane : lane + 1] = [end_ns]
-            if (way, lane) not in numbers:
-                numbers[way, lane] = len(tracks)
-                title = _title(problem, way)
-                titles[title] += 1
-                tracks.append(Track(title if titles[title] == 1 else f"{title} ({titles[title]})"))
-            tracks[numbers[way, lane]].transfers.append(k)
-    ordered = sorted(numbers, key=lambda at: (_place(problem, at[0]), at[1]))
-    return [tracks[numbers[at]] for at in ordered]
+            free = (t for t in lanes[way] if sent.end_ns[t[-1]] <= sent.start_ns[k])
+            lane = next(free, None)
+            if lane is None:
+                lanes[way].append(lane := [])
+            lane.append(k)
+    tracks: dict[str, list[int]] = {}
+    for way in sorted(lanes, key=lambda way: _place(problem, way)):
+        for transfers in lanes[way]:
+            title, number = _title(problem, way), 2
+            while title in tracks:
+                title, number = f"{_title(problem, way)} ({number})", number + 1
+            tracks[title] = transfers
+    return tracks
 
 
 def _ways(problem: Problem, source: int, destination: int) -> list[_Way]:
@@ -157,7 +144,17 @@ def chrome_trace(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     events += [_name(DEVICES, d, name) for d, name in enumerate(problem.cluster.names)]
     events += _ops(problem, schedule)
     events += _transfers(problem, schedule)
-    events += _memory(problem, schedule)
+    events += [
+        {
+            "ph": "C",
+            "pid": DEVICES,
+            "name": f"memory of {name}",
+            "ts": at / 1000,
+            "args": {"bytes": used},
+        }
+        for name, curve in zip(problem.cluster.names, memory_curves(problem, schedule), strict=True)
+        for at, used in curve
+    ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -187,9 +184,9 @@ def _ops(problem: Problem, schedule: Schedule) -> Iterator[Event]:
 
 def _transfers(problem: Problem, schedule: Schedule) -> Iterator[Event]:
     sent, names = schedule.transfers, problem.cluster.names
-    for number, track in enumerate(link_tracks(problem, schedule)):
-        yield _name(LINKS, number, track.title)
-        for k in track.transfers:
+    for number, (title, transfers) in enumerate(link_tracks(problem, schedule).items()):
+        yield _name(LINKS, number, title)
+        for k in transfers:
             start_ns = int(sent.start_ns[k])
             details = {
                 "from": names[int(sent.source[k])],
@@ -199,19 +196,6 @@ def _transfers(problem: Problem, schedule: Schedule) -> Iterator[Event]:
             }
             producer = problem.graph.ids[int(sent.producer[k])]
             yield _span(LINKS, number, producer, start_ns, int(sent.end_ns[k]), details)
-
-
-def _memory(problem: Problem, schedule: Schedule) -> Iterator[Event]:
-    curves = memory_curves(problem, schedule)
-    for name, curve in zip(problem.cluster.names, curves, strict=True):
-        for at, used in curve:
-            yield {
-                "ph": "C",
-                "pid": DEVICES,
-                "name": f"memory of {name}",
-                "ts": at / 1000,
-                "args": {"bytes": used},
-            }
 
 
 def _span(

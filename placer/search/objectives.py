@@ -129,7 +129,7 @@ class Objective:
         return lower_bound_ns(problem) / 1e9
 
     def _pipelined(self, problem: Problem) -> Problem:
-        return Pipeline.of(problem, self.micro_batches, in_flight=self.in_flight).problem
+        return Pipeline(problem, self.micro_batches, in_flight=self.in_flight).problem
 
 
 def _part(request: SearchRequest, objective: str, begin: float, end: float) -> SearchRequest:

@@ -62,8 +62,8 @@ def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:
             "end_ns": sent.end_ns.tolist(),
         },
         "tracks": [
-            {"title": track.title, "transfers": track.transfers}
-            for track in link_tracks(problem, schedule)
+            {"title": title, "transfers": transfers}
+            for title, transfers in link_tracks(problem, schedule).items()
         ],
         "critical": _critical(critical_path(problem, schedule)),
         "idle": _idle(idle_times(problem, schedule)),
@@ -75,7 +75,7 @@ def _origins(problem: Problem, placement: Placement) -> tuple[Any, Any]:
     """Return op and micro-batch of every bar; a gate counts as the op that it precedes."""
     if placement.micro_batches == 1:
         return np.arange(problem.op_count), np.zeros(problem.op_count, np.int64)
-    copies = Pipeline.of(problem, placement.micro_batches, in_flight=placement.in_flight)
+    copies = Pipeline(problem, placement.micro_batches, in_flight=placement.in_flight)
     return copies.origin, copies.batch
 
 

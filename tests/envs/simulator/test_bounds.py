@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from envs.hardware.cluster import LONGEST_S, MOST_DEVICES, Cluster, Device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
-from envs.simulator.bounds import bounds_of, lower_bound_ns, missing_link, pace_ns
+from envs.simulator.bounds import lower_bound_ns, missing_link, pace_ns
 from envs.simulator.reasons import memory_shortfall
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.planted import Planted, planted
@@ -118,10 +118,8 @@ def test_every_bound_holds_for_the_best_of_all_placements() -> None:
         every = product(range(problem.device_count), repeat=problem.op_count)
         devices = np.array(list(every), np.int32)
         steps = Simulator(problem, memory=False).step_ns(devices, np.zeros(devices.shape))
-        bounds = bounds_of(problem)
-        assert max(bounds.work_ns, bounds.path_ns, bounds.around_ns) <= steps.min()
-        assert bounds.lower_bound_ns == max(bounds.work_ns, bounds.path_ns, bounds.around_ns)
-        tight += bounds.lower_bound_ns == steps.min()
+        assert lower_bound_ns(problem) <= steps.min()
+        tight += lower_bound_ns(problem) == steps.min()
     assert tight > 5
 
 
@@ -239,5 +237,4 @@ def test_bounds_hold_for_the_dearest_op_on_most_devices() -> None:
     add_op(graph, "dear", cost_s={"*": 0.99 * LONGEST_S})
     devices = tuple(Device(name=f"d{i}", kind="k", memory_bytes=1) for i in range(MOST_DEVICES))
     problem = Problem.of(GraphArrays.from_graph(graph), Cluster(name="c", devices=devices))
-    bounds = bounds_of(problem)
-    assert 0 < bounds.work_ns <= bounds.path_ns == problem.cost_ns[0, 0]
+    assert 0 < pace_ns(problem) <= lower_bound_ns(problem) == problem.cost_ns[0, 0]

@@ -157,7 +157,7 @@ def devices_of(graph: nx.DiGraph[str]) -> np.ndarray:
 def pipeline_of(
     graph: nx.DiGraph[str], cluster: Cluster, m: int, in_flight: int | None = None
 ) -> Pipeline:
-    return Pipeline.of(Problem.of(GraphArrays.from_graph(graph), cluster), m, in_flight=in_flight)
+    return Pipeline(Problem.of(GraphArrays.from_graph(graph), cluster), m, in_flight=in_flight)
 
 
 def run_stages(graph: nx.DiGraph[str], d: int, m: int, in_flight: int | None = None) -> Schedule:
@@ -205,7 +205,7 @@ def twin_equals(seed: int) -> str:
         graph.nodes[op]["phase"] = rng.choice(["forward", "backward", *["optimizer"] * last])
     m, in_flight = rng.randint(1, 4), rng.randint(1, 3)
     problem, where, levels = problem_of((graph, cluster, devices, priority))
-    pipeline = Pipeline.of(problem, m, in_flight=in_flight)
+    pipeline = Pipeline(problem, m, in_flight=in_flight)
     whole, origin, batch = twin_graph(graph, cluster, m, in_flight)
     places = dict(zip(graph, devices, strict=True))
     twin = twin_step(
@@ -297,4 +297,4 @@ def test_micro_batches_whose_bytes_do_not_add_up_are_refused() -> None:
     graph.nodes["s"]["output_bytes"] = 1 << 60
     problem = Problem.of(GraphArrays.from_graph(graph), one_kind(2))
     with pytest.raises(ValueError, match="bytes in all"):
-        Pipeline.of(problem, 4)
+        Pipeline(problem, 4)

@@ -213,6 +213,6 @@ def test_devices_without_a_link_between_an_edge_are_infeasible_everywhere() -> N
     assert Simulator(problem).step_ns(devices, priority).tolist() == [INFEASIBLE_NS, 2000]
     assert max_load_ns(problem, devices).tolist() == [INFEASIBLE_NS, 2000]
     assert lower_bound_ns(problem) == 2000
-    copies = Pipeline.of(problem, 2)
+    copies = Pipeline(problem, 2)
     steps = Simulator(copies.problem).step_ns(copies.devices(devices), copies.priority(priority))
     assert steps.tolist() == [INFEASIBLE_NS, 4000]
