@@ -23,20 +23,13 @@ from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_c
 from envs.hardware.discover import discover
 from envs.measurement import contention_warning
 from envs.runtime import calibrated
-from graphs.costs import with_costs
 from graphs.extract import extract
 from graphs.extract.program import StepProgram
-from graphs.graph import GraphArrays
 from tests.helpers import tiny_models
 
 torch.set_num_threads(1)
 
 CORES = sorted(os.sched_getaffinity(0))
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-
-
-def two_cores() -> Cluster:
-    return discover(f"core:{CORES[0]},core:{CORES[1]}")
 
 
 @pytest.fixture
@@ -128,7 +121,7 @@ def test_speeds_and_links_follow_from_the_times_of_workers(monkeypatch: pytest.M
         assert link.bandwidth_bytes_per_s == pytest.approx(moved / (3e-3 - 2e-5))
 
 
-def test_another_process_on_a_core_is_seen_while_it_is_calibrated(
+def test_another_process_on_a_core_shows_while_it_is_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "WorkerPool", Pool)
@@ -141,31 +134,14 @@ def test_another_process_on_a_core_is_seen_while_it_is_calibrated(
     assert load_cluster(tmp_path / "cluster.toml") == found
 
 
-@pytest.mark.slow
-@needs_two_cores
-def test_cores_of_this_machine_are_really_measured() -> None:
-    cluster = two_cores()
-    found = calibrate.calibrate(cluster)
-    assert replace(found, devices=cluster.devices, links=()) == cluster
-    (link,) = found.links
-    assert link.between == cluster.names
-
-
 def test_every_op_has_a_cost() -> None:
     extraction = extract(tiny_models.conv_net())
-    heard: list[tuple[int, int]] = []
-    cluster = discover(f"core:{CORES[0]}")
-    runs_s = profile_runs(
-        extraction, cluster.devices, repeats=3, progress=lambda *at: heard.append(at)
-    )
+    reports: list[tuple[int, int]] = []
+    devices = discover(f"core:{CORES[0]}").devices
+    runs_s = profile_runs(extraction, devices, repeats=3, progress=lambda *at: reports.append(at))
     assert runs_s["core"].shape == (3, extraction.program.op_count)
-    costs_s = {kind: np.median(own_s, axis=0) for kind, own_s in runs_s.items()}
-    assert costs_s.keys() == {"core"}
-    assert costs_s["core"].shape == (extraction.program.op_count,)
-    assert (costs_s["core"] > 0).all()
-    assert heard == [(i + 1, 5) for i in range(5)]
-    arrays = GraphArrays.from_graph(with_costs(extraction.graph, costs_s, {"core": "measured"}))
-    assert arrays.costs_for("core").tolist() == costs_s["core"].tolist()
+    assert (np.median(runs_s["core"], axis=0) > 0).all()
+    assert reports == [(i + 1, 5) for i in range(5)]
 
 
 def test_the_speed_of_a_link_by_hand() -> None:
@@ -196,14 +172,14 @@ def test_each_list_of_devices_is_measured_once_or_again_when_asked(
 
 
 @pytest.mark.usefixtures("cache")
-def test_speeds_of_a_busy_machine_are_told_and_measured_again(
+def test_speeds_of_a_busy_machine_are_reported_and_measured_again(
     cache: Path, measured: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = calibrate.calibrate
 
     def busy(cluster: Cluster) -> Cluster:
         first, second = quiet(cluster).devices
-        links = (replace(OWN_LINK, between=cluster.names),)
+        links = (replace(KNOWN_LINK, between=cluster.names),)
         return replace(cluster, devices=(first, replace(second, contention=28.4)), links=links)
 
     monkeypatch.setattr(calibrate, "calibrate", busy)
@@ -218,14 +194,14 @@ def test_speeds_of_a_busy_machine_are_told_and_measured_again(
     assert len(measured) == 2
 
 
-OWN_LINK = Link(between=("core:0", "core:1"), latency_s=3.0, bandwidth_bytes_per_s=3.0)
-TOLD = Cluster(
-    name="told",
+KNOWN_LINK = Link(between=("core:0", "core:1"), latency_s=3.0, bandwidth_bytes_per_s=3.0)
+PARTLY_KNOWN = Cluster(
+    name="partly known",
     devices=(
         Device(name="core:0", kind="xpu", memory_bytes=5, launch_s=0.5, peak_flop_per_s=2.0),
         Device(name="core:1", kind="xpu", memory_bytes=6, source="a data sheet"),
     ),
-    links=(OWN_LINK,),
+    links=(KNOWN_LINK,),
     once_per_destination=False,
 )
 
@@ -235,9 +211,9 @@ TOLD = Cluster(
 def test_what_a_cluster_says_is_kept_and_what_it_lacks_is_measured(warm: bool) -> None:
     if warm:
         calibrated(made_up("core:0", "core:1"))
-    found = calibrated(TOLD)
+    found = calibrated(PARTLY_KNOWN)
     first, second = found.devices
-    assert replace(found, devices=TOLD.devices) == TOLD
+    assert replace(found, devices=PARTLY_KNOWN.devices) == PARTLY_KNOWN
     assert (first.kind, first.memory_bytes, first.launch_s) == ("xpu", 5, 0.5)
     assert (first.peak_flop_per_s, first.bandwidth_bytes_per_s) == (2.0, 1e10)
     assert second.peak_flop_per_s > 7e10

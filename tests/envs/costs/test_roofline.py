@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from envs.costs.roofline import check_rates, roofline_costs, roofline_s
 from envs.hardware.cluster import Cluster, Device
@@ -23,8 +22,6 @@ GPU = Device(
     peak_flop_per_s=1e12,
     bandwidth_bytes_per_s=1e9,
 )
-SIZES = st.integers(0, 2**60)
-RATES = st.floats(1.0, 1e18)
 
 
 def without(*names: str) -> Device:

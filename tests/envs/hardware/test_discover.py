@@ -43,25 +43,14 @@ def test_core_sets_and_single_cores() -> None:
     assert cluster.names == ("core:0-3", "core:5", "core:11")
     assert [device.kind for device in cluster.devices] == ["core*4", "core", "core"]
     assert cores_of("core:0-3") == (0, 1, 2, 3)
-    assert cluster.links == ()
-
-
-@pytest.mark.usefixtures("eight_cores")
-def test_a_core_set_may_have_gaps() -> None:
     assert cores_of("core:11+0+5-7") == (0, 5, 6, 7, 11)
-    assert discover("core:0+2,core:1").devices[0].kind == "core*2"
+    assert core_set([7, 0, 1, 4]) == "core:0-1+4+7"
+    assert cluster.links == ()
 
 
 @given(st.sets(st.sampled_from(CORES), min_size=1))
 def test_a_core_set_is_named_so_that_its_cores_are_found(cores: set[int]) -> None:
     assert cores_of(core_set(cores)) == tuple(sorted(cores))
-
-
-@pytest.mark.parametrize(
-    ("cores", "name"), [([2], "core:2"), ([3, 0, 2, 1], "core:0-3"), ([7, 0, 1, 4], "core:0-1+4+7")]
-)
-def test_neighbouring_cores_are_named_as_a_range(cores: list[int], name: str) -> None:
-    assert core_set(cores) == name
 
 
 @pytest.mark.usefixtures("eight_cores")

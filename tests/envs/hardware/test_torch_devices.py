@@ -21,18 +21,12 @@ from envs.runtime import calibrated
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_cpu_is_all_cores_of_torch_and_all_free_memory() -> None:
+def test_memory_of_the_cpu_is_all_that_is_free_or_limited() -> None:
     (cpu,) = discover("cpu").devices
     assert (cpu.name, cpu.kind) == ("cpu", f"cpu*{torch.get_num_threads()}")
     assert cpu.memory_bytes == pytest.approx(available_memory_bytes(), rel=0.2)
-
-
-def test_memory_may_be_limited_for_cpu_and_for_cores() -> None:
-    assert discover("cpu", {"cpu": 1000}).devices[0].memory_bytes == 1000
-    assert discover("core:0", {"core:0": 1000}).devices[0].memory_bytes == 1000
-
-
-def test_a_limit_that_cannot_be_kept_is_refused() -> None:
+    for name in ("cpu", "core:0"):
+        assert discover(name, {name: 1000}).devices[0].memory_bytes == 1000
     with pytest.raises(ValueError, match="cpu cannot have 1"):
         discover("cpu", {"cpu": 10**18})
     with pytest.raises(ValueError, match="memory of gpu"):

@@ -49,16 +49,6 @@ def test_a_path_tells_transfers_and_the_wait_for_their_link() -> None:
     }
 
 
-def test_a_path_tells_when_an_op_waited_for_its_device() -> None:
-    problem, devices, priority = problem_of((fork(2), one_kind(1), [0, 0, 0], [0.0] * 3))
-    path = critical_path(problem, Simulator(problem).run(devices, priority))
-    assert [(p.op, p.after) for p in path] == [(0, "start"), (1, "input"), (2, "device busy")]
-    first, second, third = critical_path_to_list(problem, path)
-    assert first["device"] == "d0"
-    assert "behind" not in second
-    assert third["behind"] == {"op": "0", "device": "d0"}
-
-
 @settings(max_examples=200)
 @given(seed=st.integers(0, 10**7))
 def test_a_path_has_no_gap_from_start_to_end(seed: int) -> None:

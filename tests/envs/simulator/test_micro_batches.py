@@ -189,14 +189,6 @@ def test_as_many_micro_batches_are_in_flight_as_there_are_devices(d: int) -> Non
         assert run_stages(graph, d, 12, in_flight=1).step_ns == 12 * d * 3000
 
 
-def test_the_optimizer_runs_once_after_the_last_micro_batch() -> None:
-    graph = stages(2, training=True, optimizer=True)
-    schedule = run_stages(graph, 2, 4)
-    # 1F1B ends its backward on stage 1 at 13 us, on stage 0 at 15 us; then 5 us each.
-    assert schedule.step_ns == (4 + 2 - 1) * 3000 + 5000
-    assert len(schedule.devices) == 4 * 6 + 2 + 2  # four copies, the optimizer, two gates
-
-
 def twin_equals(seed: int) -> str:
     rng = random.Random(seed)
     graph, cluster, devices, priority = random_case(seed)
