@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graphs.workload import Workload
     from placer.api import evaluate, extract, optimize, train
     from placer.applying import apply, export
-    from placer.evaluation import Evaluation
+    from placer.evaluation import Evaluation, measured
     from placer.job import Constraints, SearchConfig
     from placer.policies import load as load_policy
     from placer.replicate.result import ReplicatedResult
@@ -51,6 +51,7 @@ _HOMES = {  # name: module, or module:name there
     "Kind": "placer.search.candidate",
     "Link": "envs.hardware.cluster",
     "Measured": "envs.measured",
+    "measured": "placer.evaluation",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
     "ReplicatedResult": "placer.replicate.result",
@@ -97,6 +98,7 @@ __all__ = [
     "export",
     "extract",
     "load_policy",
+    "measured",
     "optimize",
     "register_placer",
     "train",

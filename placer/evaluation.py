@@ -29,13 +29,14 @@ from graphs.extract import AUTO
 from graphs.graph import GraphArrays
 from graphs.names import suggestion
 from placer.job import Constraints, Job, SearchConfig, Source
-from placer.progress import Progress, counter
+from placer.progress import Progress, Silent, counter
 from placer.search.compilation import compiled_beside, load_compiled_code
 from placer.warm_start import check_here, placement_of, warm_start_of
 
 if TYPE_CHECKING:
+    from envs.measured import Measured
     from envs.runtime import Runtime
-    from graphs.extract import Extraction
+    from graphs.extract import Extraction, Workload
     from placer.result import Result
 
 BACKENDS: Final = ("simulated", "measured")
@@ -197,6 +198,32 @@ class Evaluation:
     def _critical_path(self) -> list[dict[str, Any]]:
         whole, schedule = Simulated(self.problem).run(self.placement)
         return critical_path_to_list(whole, critical_path(whole, schedule))
+
+
+def measured(
+    workload: Workload, devices: str | Path | Cluster = "auto", *, rounds: int = 7
+) -> Measured:
+    """Return a backend that runs placements of a workload on devices of this machine.
+
+    It times all placements of one ``evaluate`` in the same rounds. Close it after use::
+
+        with placer.measured(workload, "core:0,core:1") as backend:
+            first, second = backend.evaluate([one_placement, another_placement])
+
+    Args:
+        workload: the model with its inputs; its ops are timed where their costs are not known.
+        devices: names such as ``"core:0,core:1"``, a cluster file or a Cluster.
+        rounds: counted runs of every placement.
+
+    Raises:
+        ExtractionError: the model cannot be extracted.
+        ValueError: a device is not on this machine.
+        WorkerError: the workers do not start.
+    """
+    step = costed_step(Job.of(workload, devices), Silent())
+    if step.runtime is None or not step.can_run:
+        raise ValueError(f"not all of {', '.join(step.cluster.names)} are here to run the model")
+    return step.runtime.backend(step.problem, rounds=rounds)
 
 
 def evaluation_job(

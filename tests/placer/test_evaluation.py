@@ -184,3 +184,18 @@ def test_a_map_on_a_pinned_core_is_measured_on_its_own_devices() -> None:
     assert evaluation.feasible
     with pytest.raises(ValueError, match="no device cuda:7"):
         placer.evaluate({"": 7}, layers(), progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="devices of this machine are cores")
+def test_a_measured_backend_runs_several_placements_in_the_same_rounds(
+    tmp_path: Path,
+) -> None:
+    core = discover("auto").names[0]
+    first = placer.evaluate({"": core}, layers(), progress=False)
+    with placer.measured(layers(), core, rounds=2) as backend:
+        runs = backend.evaluate([first.placement, first.placement])
+        assert isinstance(backend, placer.Measured)
+    assert [run.measurement is not None and len(run.measurement.wall_s) for run in runs] == [2, 2]
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    with pytest.raises(ValueError, match="are here to run"):
+        placer.measured(layers(), tmp_path / "cluster.toml")
