@@ -24,7 +24,7 @@ class StepResult:
     the reason to users. ``parts`` breaks the step time down by name (seconds), as far as the
     backend can. ``period_s`` is the additional time per micro-batch in a step of many
     micro-batches. It is None for a step of one micro-batch, and where it is not known: then
-    ``why_no_period`` gives the reason. ``measurement`` holds the runs of a placement that was
+    ``no_period_reason`` gives the reason. ``measurement`` holds the runs of a placement that was
     really run, or failed to; its noise makes up the ``parts``.
     """
 
@@ -34,7 +34,7 @@ class StepResult:
     why: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     period_s: float | None = None
-    why_no_period: str = ""
+    no_period_reason: str = ""
     measurement: Measurement | None = None
 
     @classmethod

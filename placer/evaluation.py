@@ -173,7 +173,7 @@ class Evaluation:
             "micro_batches": self.placement.micro_batches,
             "in_flight": self.placement.in_flight,
             "period_s": result.period_s,
-            "why_no_period": result.why_no_period,
+            "why_no_period": result.no_period_reason,
             "max_load_s": self.max_load_s,
             "feasible": result.feasible,
             "why": result.why,

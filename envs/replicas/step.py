@@ -93,7 +93,7 @@ class ReplicaSimulator:
         priority = np.where(is_update, priority - np.ptp(priority) - 1, priority)
         schedule = simulator.run(devices, priority, transfers=False)
         if not schedule.feasible:
-            raise ValueError(schedule.why)
+            raise ValueError(schedule.reason)
         if pipeline is None:
             return schedule, is_update, schedule.end_ns
         end_ns = np.zeros(self.problem.op_count, np.int64)

@@ -32,7 +32,7 @@ class Schedule:
     """The schedule of one step of N ops on D devices; times are from the start of the step.
 
     A placement that does not fit into memory is not ``feasible``, yet has its times and peaks. One
-    that cannot run at all (see ``why``) has ``step_ns`` ``INFEASIBLE_NS``, times and peaks of 0,
+    that cannot run at all (see ``reason``) has ``step_ns`` ``INFEASIBLE_NS``, times and peaks of 0,
     causes of -1 and no transfers.
     """
 
@@ -44,7 +44,7 @@ class Schedule:
     peak_bytes: NDArray[np.int64]  # (D,)
     transfers: Transfers
     feasible: bool
-    why: str = ""
+    reason: str = ""
 
     def critical_chain(self) -> list[int]:
         """Return ops from the start of the step to its end, each the cause of the next.

@@ -127,12 +127,12 @@ class Simulator:
         peak_bytes = self.work.devices["peak_bytes"].copy()
         sent = int(self.work.counts[SENT]) if transfers else 0
         if steps[0] == INFEASIBLE_NS:
-            why, sent = blocked_reason(self.problem, where), 0
+            reason, sent = blocked_reason(self.problem, where), 0
             cause[:] = -1
             for array in (start_ns, end_ns, peak_bytes):
                 array[:] = 0
         else:
-            why = overfull_reason(self.problem, where, peak_bytes) if self.memory else ""
+            reason = overfull_reason(self.problem, where, peak_bytes) if self.memory else ""
         return Schedule(
             devices=where,
             step_ns=int(steps[0]),
@@ -141,8 +141,8 @@ class Simulator:
             cause=cause,
             peak_bytes=peak_bytes,
             transfers=self._transfers(where, end_ns, sent),
-            feasible=not why,
-            why=why,
+            feasible=not reason,
+            reason=reason,
         )
 
     def _checked(self, devices: Ints, priority: Floats) -> tuple[Ints, Floats]:
@@ -241,10 +241,10 @@ class Simulated:
             problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
         peaks = dict(zip(problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
         if not schedule.feasible:
-            return StepResult.infeasible(schedule.why, peaks), schedule
+            return StepResult.infeasible(schedule.reason, peaks), schedule
         critical = schedule.critical_chain()
         compute_ns = int((schedule.end_ns - schedule.start_ns)[critical].sum())
-        period_s, why_no_period = self._period_s(placement, problem, schedule)
+        period_s, no_period_reason = self._period_s(placement, problem, schedule)
         step = StepResult(
             step_s=schedule.step_ns / 1e9,
             peak_memory_bytes=peaks,
@@ -253,7 +253,7 @@ class Simulated:
                 "transfer": (schedule.step_ns - compute_ns) / 1e9,
             },
             period_s=period_s,
-            why_no_period=why_no_period,
+            no_period_reason=no_period_reason,
         )
         return step, schedule
 

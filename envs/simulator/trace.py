@@ -138,7 +138,7 @@ Event = dict[str, Any]
 def chrome_trace(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """Return the trace as the content of a JSON file."""
     if schedule.step_ns == INFEASIBLE_NS:
-        raise ValueError(f"there is no timeline of a placement that cannot run: {schedule.why}")
+        raise ValueError(f"there is no timeline of a placement that cannot run: {schedule.reason}")
     processes = ((DEVICES, "devices"), (LINKS, "links"))
     events = [_name(number, 0, name, "process_name") for number, name in processes]
     events += [_name(DEVICES, d, name) for d, name in enumerate(problem.cluster.names)]
@@ -163,7 +163,7 @@ def chrome_trace(problem: Problem, schedule: Schedule) -> dict[str, Any]:
             "cluster": problem.cluster.name,
             "step_us": schedule.step_ns / 1000,
             "feasible": schedule.feasible,
-            "why": schedule.why,
+            "why": schedule.reason,
         },
     }
 

@@ -125,8 +125,8 @@ def _print(evaluation: Evaluation) -> None:
             f"{evaluation.placement.micro_batches} micro-batches, "
             f"{milliseconds(predicted.period_s)} ms for each further one"
         )
-    elif predicted.why_no_period:
-        print(f"time of a further micro-batch: unknown, {predicted.why_no_period}")
+    elif predicted.no_period_reason:
+        print(f"time of a further micro-batch: unknown, {predicted.no_period_reason}")
     if measurement is None:
         if evaluation.max_load_s is not None:
             print(f"largest load: {milliseconds(evaluation.max_load_s)} ms")

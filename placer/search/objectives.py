@@ -103,7 +103,7 @@ class Objective:
             feasible, why = load_ns < INFEASIBLE_NS, overload_reason(problem, devices)
             needed = used_bytes(problem, devices)
         if self.name == "throughput" and feasible:
-            why = step.why_no_period
+            why = step.no_period_reason
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
         return Prediction(
             placement=placement,

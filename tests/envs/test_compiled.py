@@ -132,11 +132,11 @@ def last_of(sums: Sums, row: int) -> float:
 
 @compiled_borrowing
 def total(sums: Sums) -> float:
-    found = 0.0
+    result = 0.0
     for k in range(sums.first, len(sums.places)):
-        found += last_of(sums, sums.places[k])
-    found *= sums.factor
-    return 2.0 * found if sums.doubles else found
+        result += last_of(sums, sums.places[k])
+    result *= sums.factor
+    return 2.0 * result if sums.doubles else result
 
 
 def sums_of(rows: NDArray[np.float64]) -> Sums:

@@ -168,12 +168,14 @@ def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() 
     )
     [result] = Simulated(problem).evaluate([placement])
     assert (result.feasible, result.step_s, result.period_s) == (True, 300.0, None)
-    assert result.why_no_period.startswith("6 micro-batches cannot be simulated: a step of 'long'")
+    assert result.no_period_reason.startswith(
+        "6 micro-batches cannot be simulated: a step of 'long'"
+    )
     said = Objective(micro_batches=3).predict(Simulated(problem), placement)
     assert (said.objective_s, said.why) == (300.0, "")
     said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
     assert said.objective_s == np.inf
-    assert said.why == result.why_no_period
+    assert said.why == result.no_period_reason
 
 
 def test_for_throughput_balanced_loads_are_a_candidate() -> None:

@@ -80,7 +80,7 @@ def test_a_schedule_that_priorities_repeat_is_not_simulated_again(seed: int) -> 
         again = Simulator(problem).run(devices, ordered)
         assert again.start_ns.tolist() == schedule.start_ns.tolist()
         assert again.peak_bytes.tolist() == schedule.peak_bytes.tolist()
-        assert again.why == schedule.why
+        assert again.reason == schedule.reason
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.problem import NO_QUEUE, Longs, Problem, each_in_nanoseconds
 from envs.simulator.kernel.arrays import (
@@ -52,7 +51,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         edges=_edges(graph),
         pairs=_pairs(problem),
         queues=_queues(problem),
-        memory_bytes=_plain(problem.memory_bytes),
+        memory_bytes=problem.memory_bytes.copy(),
         once_per_destination=problem.cluster.once_per_destination,
         express=_may_express(problem),
     )
@@ -196,8 +195,3 @@ def _lines(problem: Problem) -> list[int]:
         a, b = line[problem.queue[s, d]], line[problem.second_queue[s, d]]
         line = [min(a, b) if other in (a, b) else other for other in line]
     return line
-
-
-def _plain(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a writable, contiguous copy, so that compiled code sees one array type."""
-    return np.array(array, order="C", copy=True)

@@ -41,7 +41,7 @@ def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:
     """
     problem, schedule = simulated.run(placement)
     if schedule.step_ns == INFEASIBLE_NS:
-        raise ValueError(f"there is no report of a placement that cannot run: {schedule.why}")
+        raise ValueError(f"there is no report of a placement that cannot run: {schedule.reason}")
     origin, batch = _origins(simulated.problem, placement)
     sent = schedule.transfers
     return {

@@ -103,20 +103,20 @@ class Pool:
 
 def test_speeds_and_links_follow_from_the_times_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "WorkerPool", Pool)
-    found = calibrate.calibrate(made_up("core:0", "core:1", "core:2"))
-    assert found.names == ("core:0", "core:1", "core:2")
-    for device in found.devices:
+    cluster = calibrate.calibrate(made_up("core:0", "core:1", "core:2"))
+    assert cluster.names == ("core:0", "core:1", "core:2")
+    for device in cluster.devices:
         assert device.peak_flop_per_s == pytest.approx(2 * 768**3 / 0.01)
         assert device.bandwidth_bytes_per_s == pytest.approx(2 * (96 << 20) / 0.02)
         assert device.source.startswith("measured 20")
         assert (device.memory_bytes, device.contention) == (1000, 0.0)
-    assert [link.between for link in found.links] == [
+    assert [link.between for link in cluster.links] == [
         ("core:0", "core:1"),
         ("core:0", "core:2"),
         ("core:1", "core:2"),
     ]
     moved = (2 << 20) - 64
-    for link in found.links:
+    for link in cluster.links:
         assert link.latency_s == pytest.approx(2e-5)
         assert link.bandwidth_bytes_per_s == pytest.approx(moved / (3e-3 - 2e-5))
 
@@ -126,12 +126,12 @@ def test_another_process_on_a_core_shows_while_it_is_calibrated(
 ) -> None:
     monkeypatch.setattr(calibrate, "WorkerPool", Pool)
     monkeypatch.setattr(Pool, "BUSY", 2.0)
-    found = calibrate.calibrate(made_up("core:0"))
-    assert found.links == ()
-    assert found.devices[0].contention == pytest.approx(2.0)
-    assert "core:0 2 x" in contention_warning(found)
-    (tmp_path / "cluster.toml").write_text(cluster_to_toml(found))
-    assert load_cluster(tmp_path / "cluster.toml") == found
+    cluster = calibrate.calibrate(made_up("core:0"))
+    assert cluster.links == ()
+    assert cluster.devices[0].contention == pytest.approx(2.0)
+    assert "core:0 2 x" in contention_warning(cluster)
+    (tmp_path / "cluster.toml").write_text(cluster_to_toml(cluster))
+    assert load_cluster(tmp_path / "cluster.toml") == cluster
 
 
 def test_every_op_has_a_cost() -> None:
@@ -163,9 +163,9 @@ def test_each_list_of_devices_is_measured_once_or_again_when_asked(
     again = calibrated(made_up("core:0", "core:1"), again=True)
     assert again.devices[0].peak_flop_per_s == first.devices[0].peak_flop_per_s + 1
     renamed = replace(made_up("core:0", "core:1", memory_bytes=77), name="renamed")
-    found = calibrated(renamed)
-    assert (found.name, found.links) == ("renamed", again.links)
-    assert [device.memory_bytes for device in found.devices] == [77, 77]
+    cluster = calibrated(renamed)
+    assert (cluster.name, cluster.links) == ("renamed", again.links)
+    assert [device.memory_bytes for device in cluster.devices] == [77, 77]
     calibrated(made_up("core:0", "core:2"))
     calibrated(made_up("core:1", "core:0"))
     assert len(measured) == 4
@@ -183,14 +183,14 @@ def test_speeds_of_a_busy_machine_are_reported_and_measured_again(
         return replace(cluster, devices=(first, replace(second, contention=28.4)), links=links)
 
     monkeypatch.setattr(calibrate, "calibrate", busy)
-    found = calibrated(made_up("core:0", "core:1"))
-    assert "core:1 28.4 x" in contention_warning(found)
-    assert "core:0" not in contention_warning(found)
+    cluster = calibrated(made_up("core:0", "core:1"))
+    assert "core:1 28.4 x" in contention_warning(cluster)
+    assert "core:0" not in contention_warning(cluster)
     assert not cache.exists()
     monkeypatch.setattr(calibrate, "calibrate", quiet)
-    found = calibrated(made_up("core:0", "core:1"))
-    assert contention_warning(found) == ""
-    assert calibrated(made_up("core:0", "core:1")) == found
+    cluster = calibrated(made_up("core:0", "core:1"))
+    assert contention_warning(cluster) == ""
+    assert calibrated(made_up("core:0", "core:1")) == cluster
     assert len(measured) == 2
 
 
@@ -211,15 +211,15 @@ PARTLY_KNOWN = Cluster(
 def test_what_a_cluster_says_is_kept_and_what_it_lacks_is_measured(warm: bool) -> None:
     if warm:
         calibrated(made_up("core:0", "core:1"))
-    found = calibrated(PARTLY_KNOWN)
-    first, second = found.devices
-    assert replace(found, devices=PARTLY_KNOWN.devices) == PARTLY_KNOWN
+    cluster = calibrated(PARTLY_KNOWN)
+    first, second = cluster.devices
+    assert replace(cluster, devices=PARTLY_KNOWN.devices) == PARTLY_KNOWN
     assert (first.kind, first.memory_bytes, first.launch_s) == ("xpu", 5, 0.5)
     assert (first.peak_flop_per_s, first.bandwidth_bytes_per_s) == (2.0, 1e10)
     assert second.peak_flop_per_s > 7e10
     assert first.source == "made"
     assert second.source == "a data sheet; made"
-    assert calibrated(found) == found
+    assert calibrated(cluster) == cluster
     plain = calibrated(made_up("core:0", "core:1"))
     assert [(d.kind, d.launch_s, d.source) for d in plain.devices] == [("core", 0.0, "made")] * 2
     assert plain.links[0].latency_s == 1e-5

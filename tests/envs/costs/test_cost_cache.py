@@ -36,8 +36,8 @@ def session(
 
 
 def cost_s(cache: CostCache, signature: str = "a", conditions: Conditions = HERE) -> float | None:
-    found = cache.known(conditions, [signature])
-    return found[signature].cost_s if found else None
+    known = cache.known(conditions, [signature])
+    return known[signature].cost_s if known else None
 
 
 # --- known entries

@@ -90,17 +90,19 @@ def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> N
 
 def test_a_session_takes_the_median_over_runs_and_ops_of_a_signature() -> None:
     runs_s = np.array([[1.0, 2.0, 9.0], [1.0, 4.0, 9.0], [3.0, 6.0, 9.0]])
-    found = session_of(runs_s, ["a", "a", "b"], "2026-01-01")
-    assert found.cost_s == {"a": 2.5, "b": 9.0}
-    assert found.spread == pytest.approx((16.0 - 13.0) / 14.0)
-    assert (found.runs, found.measured) == (3, "2026-01-01")
+    measured = session_of(runs_s, ["a", "a", "b"], "2026-01-01")
+    assert measured.cost_s == {"a": 2.5, "b": 9.0}
+    assert measured.spread == pytest.approx((16.0 - 13.0) / 14.0)
+    assert (measured.runs, measured.measured) == (3, "2026-01-01")
 
 
 def test_the_noise_of_a_single_run_is_unknown_and_ops_that_did_not_fit_do_not_count() -> None:
-    found = session_of(np.array([[1.0, np.nan, 3.0, np.nan]]), ["a", "a", "b", "c"], "2026-01-01")
-    assert found.spread is None
-    assert (found.cost_s["a"], found.cost_s["b"]) == (1.0, 3.0)
-    assert np.isnan(found.cost_s["c"])
+    measured = session_of(
+        np.array([[1.0, np.nan, 3.0, np.nan]]), ["a", "a", "b", "c"], "2026-01-01"
+    )
+    assert measured.spread is None
+    assert (measured.cost_s["a"], measured.cost_s["b"]) == (1.0, 3.0)
+    assert np.isnan(measured.cost_s["c"])
 
 
 @pytest.mark.usefixtures("cache")
@@ -139,9 +141,9 @@ def test_what_was_measured_often_enough_is_not_measured_again(
 def test_fresh_measures_anew_and_keeps_it(cache: CostCache, profiled: list[list[str]]) -> None:
     extraction = extract(tiny_models.conv_net())
     stored(cache, extraction, {})
-    found = op_costs(extraction, discover(CORE), fresh=True)["core"]
-    assert {source.partition(" 20")[0] for source in found.sources} == {"measured"}
-    assert (found.cost_s != 1.0).all()
+    measured = op_costs(extraction, discover(CORE), fresh=True)["core"]
+    assert {source.partition(" 20")[0] for source in measured.sources} == {"measured"}
+    assert (measured.cost_s != 1.0).all()
     assert profiled == [[CORE]]
     assert cache.holdings()[0].sessions == 2
 
@@ -152,12 +154,12 @@ def test_ops_that_were_measured_on_different_days_say_so(
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     extraction = of(layers, 2, 4)
     stored(cache, extraction, {1: "2026-02-02"})
-    found = op_costs(extraction, discover(CORE))["core"]
+    measured = op_costs(extraction, discover(CORE))["core"]
     days = ["2026-01-01", "2026-02-02", "2026-01-01"]
-    assert list(found.sources) == [
+    assert list(measured.sources) == [
         f"cached, measured {day} in runs of the whole step" for day in days
     ]
-    assert found.cost_s.tolist() == [1.0, 1.0, 1.0]
+    assert measured.cost_s.tolist() == [1.0, 1.0, 1.0]
     assert profiled == []
 
 

@@ -39,9 +39,9 @@ def test_auto_takes_all_cuda_devices_and_the_host(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch_devices, "free_bytes", lambda device: 10 + device.index)
     monkeypatch.setattr(torch_devices, "kind_of", str)
     monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1001)
-    found = discover("auto")
-    assert found.names == ("cuda:0", "cuda:1", "cpu")
-    assert [device.memory_bytes for device in found.devices] == [10, 11, 1001]
+    cluster = discover("auto")
+    assert cluster.names == ("cuda:0", "cuda:1", "cpu")
+    assert [device.memory_bytes for device in cluster.devices] == [10, 11, 1001]
 
 
 def test_a_device_that_this_torch_does_not_see_is_refused() -> None:
@@ -149,9 +149,9 @@ def test_what_found_no_memory_is_gone_before_memory_is_given_back(
 @pytest.mark.gpu
 @needs_cuda
 def test_links_with_the_host_lead_one_way_each() -> None:
-    found = torch_speeds.measured_speeds(discover("cuda:0,cpu"))
-    assert [link.between for link in found.links] == [("cuda:0", "cpu"), ("cpu", "cuda:0")]
-    assert all(link.one_way for link in found.links)
+    cluster = torch_speeds.measured_speeds(discover("cuda:0,cpu"))
+    assert [link.between for link in cluster.links] == [("cuda:0", "cpu"), ("cpu", "cuda:0")]
+    assert all(link.one_way for link in cluster.links)
 
 
 @pytest.mark.gpu

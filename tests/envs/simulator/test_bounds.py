@@ -138,9 +138,9 @@ def apart(*limits: tuple[str, ...]) -> Problem:
 def test_ops_that_no_link_can_join_are_named_instead_of_a_bound() -> None:
     assert missing_link(apart(("d0",), ("d1", "d2"), ("d1",))) == ""
     problem = apart(("d0", "d1"), ("d2",))
-    told = missing_link(problem)
-    assert told.startswith("op '1' may run on d2 and needs the output of '0'")
-    assert '["d0", "d2"]' in told
+    reason = missing_link(problem)
+    assert reason.startswith("op '1' may run on d2 and needs the output of '0'")
+    assert '["d0", "d2"]' in reason
     with pytest.raises(ValueError, match="op '1' may run on d2"):
         lower_bound_ns(problem)
     # Each edge has a link, but any device for op 1 cuts one of them.

@@ -115,8 +115,8 @@ def test_the_path_of_a_long_chain_between_two_devices_is_the_whole_chain(
 def test_an_idle_time_is_divided_by_what_the_device_waits_for() -> None:
     case = (fork(2), one_kind(3, sharing="bus"), [0, 1, 2], [0.0] * 3)
     problem, devices, priority = problem_of(case)
-    found = idle_times(problem, Simulator(problem).run(devices, priority))
-    gaps = [(idle.device, idle.start_ns, idle.end_ns, idle.waiting) for idle in found]
+    idles = idle_times(problem, Simulator(problem).run(devices, priority))
+    gaps = [(idle.device, idle.start_ns, idle.end_ns, idle.waiting) for idle in idles]
     assert gaps == [
         (0, 1000, 6000, "nothing left"),
         (1, 0, 1000, "producer"),
@@ -126,8 +126,8 @@ def test_an_idle_time_is_divided_by_what_the_device_waits_for() -> None:
         (2, 1000, 3000, "link busy"),
         (2, 3000, 5000, "transfer"),
     ]
-    assert [(idle.producer, idle.reader) for idle in found if idle.device == 2] == [(0, 2)] * 3
-    assert found[5].holder == Holder(op=0, source=0, destination=1)
+    assert [(idle.producer, idle.reader) for idle in idles if idle.device == 2] == [(0, 2)] * 3
+    assert idles[5].holder == Holder(op=0, source=0, destination=1)
 
 
 @settings(max_examples=200)
@@ -135,23 +135,23 @@ def test_an_idle_time_is_divided_by_what_the_device_waits_for() -> None:
 def test_ops_and_idle_times_fill_the_step_of_every_device(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed))
     schedule = Simulator(problem).run(devices, priority)
-    found = idle_times(problem, schedule)
+    idles = idle_times(problem, schedule)
     if schedule.step_ns == INFEASIBLE_NS:
-        assert found == []
+        assert idles == []
         return
     for d in range(problem.device_count):
-        own = [(idle.start_ns, idle.end_ns) for idle in found if idle.device == d]
-        own += [
+        spans = [(idle.start_ns, idle.end_ns) for idle in idles if idle.device == d]
+        spans += [
             (int(schedule.start_ns[i]), int(schedule.end_ns[i]))
             for i in range(problem.op_count)
             if devices[i] == d and schedule.end_ns[i] > schedule.start_ns[i]
         ]
         at = 0
-        for start_ns, end_ns in sorted(own):
+        for start_ns, end_ns in sorted(spans):
             assert start_ns == at < end_ns
             at = end_ns
         assert at == schedule.step_ns
-    for idle in found:
+    for idle in idles:
         if idle.waiting != "nothing left":
             assert devices[idle.reader] == idle.device != devices[idle.producer]
             first, end = problem.graph.successor_start[idle.producer : idle.producer + 2]

@@ -105,14 +105,14 @@ def twin_priority(
     priority: list[float],
 ) -> list[float]:  # fmt: skip
     """Return priorities that order the ops as in 1F1B."""
-    own = dict(zip(graph, priority, strict=True))
+    priority_of = dict(zip(graph, priority, strict=True))
     place = {op: i for i, op in enumerate(graph)}
 
     def urgency(j: int) -> tuple[int, int, float, int]:
         phases = ["backward", "optimizer", "forward"]
         is_gate = names[j].startswith("gate[")
         kind = 0 if is_gate else 1 + phases.index(whole.nodes[names[j]]["phase"])
-        return kind, batch[j], -own[origin[j]], place[origin[j]]
+        return kind, batch[j], -priority_of[origin[j]], place[origin[j]]
 
     names = list(whole)
     order = sorted(range(len(names)), key=urgency)

@@ -53,7 +53,7 @@ def assert_equals_twin(case: Case) -> None:
     )
     (step_ns,) = simulator.step_ns(devices, priority)
     assert schedule.feasible == (fits and not twin.blocked)
-    assert bool(schedule.why) != schedule.feasible
+    assert bool(schedule.reason) != schedule.feasible
     if twin.blocked:
         assert schedule.step_ns == step_ns == INFEASIBLE_NS
         assert not any((*schedule.start_ns, *schedule.end_ns, *schedule.peak_bytes))

@@ -115,15 +115,15 @@ def test_a_full_device_is_named_with_what_is_missing_and_its_largest_ops() -> No
     schedule = run(graph, cluster, [0, 1, 1, 1])
     assert not schedule.feasible
     for told in ("d1 needs 1.3 GB for 3 ops", "300.0 MB too little", "largest: 1, 900.0 MB"):
-        assert told in schedule.why
+        assert told in schedule.reason
 
 
 def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:
     cluster = Cluster(name="apart", devices=one_kind(2).devices)
     schedule = run(fork(1), cluster, [0, 1])
     assert schedule.step_ns == INFEASIBLE_NS
-    assert "op '0' on d1 needs the output of 's' on d0" in schedule.why
-    assert "edges without a link: 1" in schedule.why
+    assert "op '0' on d1 needs the output of 's' on d0" in schedule.reason
+    assert "edges without a link: 1" in schedule.reason
 
 
 @pytest.mark.parametrize(
