@@ -50,5 +50,5 @@ def format_named(name: str) -> Format:
             f"{suggestion(name, FORMATS)}"
         )
     module, _, function = FORMATS[name].function.partition(":")
-    found: Format = getattr(import_module(f"placer.exports.{module}"), function)
-    return found
+    write: Format = getattr(import_module(f"placer.exports.{module}"), function)
+    return write

@@ -133,12 +133,12 @@ class MapUnits:
 
         Units joined with the model's inputs are on the main device.
         """
-        found: dict[str, str] = {}
+        devices: dict[str, str] = {}
         for members in self._groups():
             units = [unit for unit in members if unit != INPUTS]
             device = self.placed.majority(units) or self.placed.home(members[0])
-            found |= dict.fromkeys(units, self.main_device if INPUTS in members else device)
-        return {unit: found[unit] for unit in self.units} | self._chosen
+            devices |= dict.fromkeys(units, self.main_device if INPUTS in members else device)
+        return {unit: devices[unit] for unit in self.units} | self._chosen
 
     def run(self, devices: Mapping[str, str]) -> Flow:
         """Return the dry run of the map for {unit: device}; a model on one device is fed there."""
@@ -224,8 +224,8 @@ def _merged(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
         if called and inside and len({merged[unit] for unit in inside}) == 1:
             device = merged[inside[0]]
             merged = {
-                path if unit == inside[0] else unit: device if unit == inside[0] else own
-                for unit, own in merged.items()
+                path if unit == inside[0] else unit: device if unit == inside[0] else other
+                for unit, other in merged.items()
                 if unit == inside[0] or unit not in inside
             }
     return merged

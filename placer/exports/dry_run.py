@@ -188,9 +188,9 @@ def _output(
     call: ForwardCall, module: str, values: Mapping[int, _Value], hooks: Hooks
 ) -> _Value | Conflict:
     owner = around(module, hooks.runs_on)
-    own = ANYWHERE if owner is None else _Value(hooks.runs_on[owner], owner, module)
+    unmoved = ANYWHERE if owner is None else _Value(hooks.runs_on[owner], owner, module)
     if _is_moved_by_model(call):
-        return own
+        return unmoved
     read = [
         replace(value, device=hooks.entering(module, value.path) or value.device)
         for index in call.reads
@@ -200,8 +200,8 @@ def _output(
         producers = tuple(dict.fromkeys(value.producer for value in read))
         return Conflict(module, producers, call.op)
     if not read:
-        return own
-    return replace(read[0] if read[0].device != own.device else own, path=module)
+        return unmoved
+    return replace(read[0] if read[0].device != unmoved.device else unmoved, path=module)
 
 
 def _results(call: ForwardCall) -> list[int]:
@@ -229,17 +229,17 @@ def _is_moved_by_model(call: ForwardCall) -> bool:
 
 
 def _with_state(model: nn.Module) -> set[str]:
-    found: set[str] = set()
+    paths: set[str] = set()
     for name in model.state_dict():
         path = name
-        while path and (path := parent(path)) not in found:
-            found.add(path)
-    return found
+        while path and (path := parent(path)) not in paths:
+            paths.add(path)
+    return paths
 
 
 def _outermost(path: str, modules: Mapping[str, str]) -> str | None:
-    found, inner = None, around(path, modules)
+    outer, inner = None, around(path, modules)
     while inner is not None:
-        found = inner
+        outer = inner
         inner = around(parent(inner), modules) if inner else None
-    return found
+    return outer

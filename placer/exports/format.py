@@ -143,14 +143,14 @@ class StepPredictor:
 
     def step(self, runs_on: Mapping[str, str]) -> StepResult:
         """Predict the step if calls run on {call: device of the export}."""
-        [found] = Simulated(self.problem).evaluate([self.exported_placement(runs_on)])
-        return found
+        [result] = Simulated(self.problem).evaluate([self.exported_placement(runs_on)])
+        return result
 
     @cached_property
     def placed_step(self) -> StepResult:
         """Return the predicted step of the placement itself."""
-        [found] = Simulated(self.problem).evaluate([self.placement])
-        return found
+        [result] = Simulated(self.problem).evaluate([self.placement])
+        return result
 
     def exported_placement(self, runs_on: Mapping[str, str]) -> Placement:
         """Return the placement with all ops of a call on one device, in program order.
@@ -163,9 +163,9 @@ class StepPredictor:
         devices = np.array(self.placement.devices)
         home: dict[int, int] = {}
         for i in graph.topological.tolist():
-            own = index.get(runs_on.get(self.calls[i], ""), int(devices[i]))
+            device = index.get(runs_on.get(self.calls[i], ""), int(devices[i]))
             group = int(graph.group[i])
-            devices[i] = own if group < 0 else home.setdefault(group, own)
+            devices[i] = device if group < 0 else home.setdefault(group, device)
         rank = np.empty(self.problem.op_count)
         rank[graph.topological] = np.arange(self.problem.op_count, 0, -1)
         return replace(

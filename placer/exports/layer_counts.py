@@ -43,29 +43,29 @@ def layer_counts(placed: PlacedModules) -> FormatOutput:
         "vllm": {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, counts))},
     }
     try:
-        found = stages(placed)
+        split = stages(placed)
     except ExportError:  # of what is around the layers, which counts leave to the runtime
         runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
         return FormatOutput(content=content, runs_on=runs_on, is_predictable=False)
-    if (parts := titan_parts(placed.model, stack, found)) is not None:
+    if (parts := titan_parts(placed.model, stack, split)) is not None:
         content["torchtitan"] = {"module_fqns_per_model_part": parts}
     return FormatOutput(
         content=content,
-        runs_on=stage_devices(placed, found),
-        remedy=shared_gradients(placed, found),
+        runs_on=stage_devices(placed, split),
+        remedy=shared_gradients(placed, split),
     )
 
 
-def titan_parts(model: nn.Module, stack: Stack, found: Sequence[Stage]) -> list[list[str]] | None:
+def titan_parts(model: nn.Module, stack: Stack, split: Sequence[Stage]) -> list[list[str]] | None:
     """Return ``module_fqns_per_model_part``, names by stage; None if torchtitan has none."""
     inside = stack.path.rpartition(".")[0]
     if not inside:
-        parts = [list(stage.modules) for stage in found]
+        parts = [list(stage.modules) for stage in split]
         is_list = isinstance(model.get_submodule(stack.path), nn.ModuleList)
         layers = set(stack.layers) if is_list else set()
         known = all("." not in name or name in layers for part in parts for name in part)
         return parts if known else None
-    names = [[module.removeprefix(f"{inside}.") for module in stage.modules] for stage in found]
+    names = [[module.removeprefix(f"{inside}.") for module in stage.modules] for stage in split]
     parts = [[TITAN_NAMES.get(name, name) for name in part] for part in names]
     if not all(TITAN_PARTS.fullmatch(name) for part in parts for name in part):
         return None
@@ -75,14 +75,14 @@ def titan_parts(model: nn.Module, stack: Stack, found: Sequence[Stage]) -> list[
 
 
 def _only_stack(placed: PlacedModules) -> Stack:
-    found = stacks(placed.model)
-    if len(found) == 1:
-        return found[0]
+    lists = stacks(placed.model)
+    if len(lists) == 1:
+        return lists[0]
     name = type(placed.model).__name__
-    if not found:
+    if not lists:
         raise ExportError(f"{name} has no list of like layers that could be counted")
     raise ExportError(
-        f"{name} has {len(found)} lists of layers, {', '.join(stack.path for stack in found)}, but "
+        f"{name} has {len(lists)} lists of layers, {', '.join(stack.path for stack in lists)}, but "
         "counts are of one; the format pipeline names split points instead"
     )
 

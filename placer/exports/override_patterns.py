@@ -38,24 +38,24 @@ def _experts(placed: PlacedModules) -> dict[int, list[str]]:
         for path, _ in placed.model.named_modules()
         if path.rpartition(".")[2] == EXPERTS and EXPERTS not in path.split(".")[:-1]
     ]
-    found: dict[str, dict[int, list[str]]] = {}
+    experts: dict[str, dict[int, list[str]]] = {}
     for stack in stacks(placed.model):
         for number, layer in enumerate(stack.layers):
             inside = [path for path in lists if is_inside(path, layer)]
             if inside:
-                found.setdefault(stack.path, {})[number] = inside
+                experts.setdefault(stack.path, {})[number] = inside
     name = type(placed.model).__name__
-    if not found:
+    if not experts:
         raise ExportError(
             f"{name} has no layers with experts (modules called {EXPERTS}): overrides are for "
             "mixtures of experts"
         )
-    if len(found) > 1:
+    if len(experts) > 1:
         raise ExportError(
-            f"{name} has experts in {len(found)} lists of layers, {', '.join(found)}, but "
+            f"{name} has experts in {len(experts)} lists of layers, {', '.join(experts)}, but "
             "overrides name layers by number alone; the format device-map names modules instead"
         )
-    [only] = found.values()
+    [only] = experts.values()
     return only
 
 

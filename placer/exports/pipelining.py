@@ -35,30 +35,30 @@ def pipeline(placed: PlacedModules) -> FormatOutput:
             f"rename the submodule {reserved[0]!r}: torch.export, which pipelining cuts the model "
             f"with, keeps the name {last!r} for itself"
         )
-    found, starts = pipeline_stages(placed)
+    split, starts = pipeline_stages(placed)
     return FormatOutput(
         content={
-            "stages": [stage.device for stage in found],
+            "stages": [stage.device for stage in split],
             "split_points": dict.fromkeys(starts, "beginning"),
         },
-        runs_on=stage_devices(placed, found),
-        remedy=shared_gradients(placed, found),
+        runs_on=stage_devices(placed, split),
+        remedy=shared_gradients(placed, split),
     )
 
 
 def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
     """Return the stages of a placement, and the first module of each stage but the first."""
-    found = stages(placed)
-    if len(found) == 1:
-        raise ExportError(f"all modules are on {found[0].device}: there is nothing to split")
-    starts = [stage.modules[0] for stage in found[1:]]
+    split = stages(placed)
+    if len(split) == 1:
+        raise ExportError(f"all modules are on {split[0].device}: there is nothing to split")
+    starts = [stage.modules[0] for stage in split[1:]]
     for start in starts:
         if any(op.is_repeated and is_inside(op.module, start) for op in placed.ops):
             raise ExportError(
                 f"a stage would begin with {start}, which a step calls more than once: pipelining "
                 "splits at every call"
             )
-    return found, starts
+    return split, starts
 
 
 def stages(placed: PlacedModules) -> list[Stage]:
@@ -68,8 +68,8 @@ def stages(placed: PlacedModules) -> list[Stage]:
     inside one. Elsewhere modules are as small as possible. A module that goes back only because it
     shares a parameter, such as an embedding's, stays in the stage that reaches it, with a copy.
     """
-    found = stacks(placed.model)
-    units = list(dict.fromkeys(layer_of(unit, found) or unit for unit in placed.units()))
+    all_stacks = stacks(placed.model)
+    units = list(dict.fromkeys(layer_of(unit, all_stacks) or unit for unit in placed.units()))
     device_of = {unit: placed.home(unit) for unit in units}
     runs: list[Stage] = []
     for unit, device in device_of.items():
@@ -88,20 +88,20 @@ def stages(placed: PlacedModules) -> list[Stage]:
     return runs
 
 
-def stage_devices(placed: PlacedModules, found: Sequence[Stage]) -> dict[str, str]:
+def stage_devices(placed: PlacedModules, split: Sequence[Stage]) -> dict[str, str]:
     """Return {call: device of its stage}; calls outside all modules run in the stage reached."""
-    stage_of = _stage_of(found)
+    stage_of = _stage_of(split)
     reached, devices = 0, {}
     for op in placed.ops:
         unit = around(op.module, stage_of)
         reached = reached if unit is None else max(reached, stage_of[unit])
-        devices[op.call] = found[reached].device
+        devices[op.call] = split[reached].device
     return devices
 
 
-def shared_gradients(placed: PlacedModules, found: Sequence[Stage]) -> str:
+def shared_gradients(placed: PlacedModules, split: Sequence[Stage]) -> str:
     """Return a sentence on the parameters that several stages hold a copy of, "" if none."""
-    stage_of = _stage_of(found)
+    stage_of = _stage_of(split)
     groups = [
         " and ".join(group)
         for group in placed.tied_units(stage_of)
@@ -115,8 +115,8 @@ def shared_gradients(placed: PlacedModules, found: Sequence[Stage]) -> str:
     )
 
 
-def _stage_of(found: Sequence[Stage]) -> dict[str, int]:
-    return {unit: i for i, stage in enumerate(found) for unit in stage.modules}
+def _stage_of(split: Sequence[Stage]) -> dict[str, int]:
+    return {unit: i for i, stage in enumerate(split) for unit in stage.modules}
 
 
 def _share_parameter(placed: PlacedModules, unit: str, modules: Sequence[str]) -> bool:

@@ -78,7 +78,7 @@ class PlacedModules:
         for i, op_id in enumerate(graph.ids):
             if graph.phase[i] not in of_phase:
                 continue
-            own = PlacedOp(
+            op = PlacedOp(
                 call=calls[i],
                 module=path_of.get(graph.modules[i], graph.modules[i]),
                 is_repeated="@" in op_id.partition(":")[0],
@@ -86,7 +86,7 @@ class PlacedModules:
                 flops=int(graph.flops[i]),
                 moved_bytes=int(graph.moved_bytes[i]),
             )
-            of_phase[graph.phase[i]].append(own)
+            of_phase[graph.phase[i]].append(op)
         ops = of_phase[FORWARD]
         return cls(
             extraction=extraction,
@@ -114,17 +114,17 @@ class PlacedModules:
     @cached_property
     def _work(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Return {module: {device: (FLOPs, bytes moved) of the ops inside it}}."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
+        work: dict[str, dict[str, tuple[int, int]]] = {}
         for op in self.ops:
             module = op.module
             while True:
-                inside = found.setdefault(module, {})
+                inside = work.setdefault(module, {})
                 flops, size = inside.get(op.device, (0, 0))
                 inside[op.device] = (flops + op.flops, size + op.moved_bytes)
                 if not module:
                     break
                 module = parent(module)
-        return found
+        return work
 
     def majority(self, modules: Iterable[str]) -> str | None:
         """Return the device with most FLOPs, then most bytes, in some modules; None without ops.
@@ -140,11 +140,11 @@ class PlacedModules:
 
     def home(self, module: str) -> str:
         """Return the device of a module, or of the nearest module around it that has ops."""
-        found = self.majority([module])
-        while found is None and module:
+        device = self.majority([module])
+        while device is None and module:
             module = parent(module)
-            found = self.majority([module])
-        return found or self.ops[0].device
+            device = self.majority([module])
+        return device or self.ops[0].device
 
     def moved_ops(self, runs_on: Mapping[str, str]) -> list[PlacedOp]:
         """Return the ops off their device in the placement if calls run on {call: device}.
@@ -198,9 +198,9 @@ class PlacedModules:
             calls.setdefault(module, set()).add(call.key.partition(":")[0])
         return frozenset(
             module
-            for module, own in calls.items()
+            for module, keys in calls.items()
             if module in modules
-            and len(own) == 1
+            and len(keys) == 1
             and around(module, units) is None
             and not any(modules[module].children())
         )
@@ -253,22 +253,24 @@ def stacks(model: nn.Module) -> list[Stack]:
     >>> stacks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     [Stack(path='', layers=('0', '1'))]
     """
-    found: list[Stack] = []
+    outermost: list[Stack] = []
     for path, module in model.named_modules():
-        if any(is_inside(path, known.path) for known in found):
+        if any(is_inside(path, known.path) for known in outermost):
             continue
         members = list(module.children())
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         if is_list and len(members) > 1 and len({type(member) for member in members}) == 1:
             prefix = f"{path}." if path else ""
-            found.append(Stack(path, tuple(prefix + name for name, _ in module.named_children())))
-    return found
+            outermost.append(
+                Stack(path, tuple(prefix + name for name, _ in module.named_children()))
+            )
+    return outermost
 
 
-def layer_of(module: str, found: list[Stack]) -> str | None:
+def layer_of(module: str, outermost: list[Stack]) -> str | None:
     """Return the layer that contains a module, None if there is none."""
     return next(
-        (layer for stack in found for layer in stack.layers if is_inside(module, layer)), None
+        (layer for stack in outermost for layer in stack.layers if is_inside(module, layer)), None
     )
 
 
@@ -278,12 +280,12 @@ def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
     For a step that was not exported, the key is the id of the op's forward op. ``graph`` has the
     ops or the calls of the extraction.
     """
-    own = tuple(extraction.graph)
-    if graph.ids == own and extraction.forward_program is not None:
+    ids = tuple(extraction.graph)
+    if graph.ids == ids and extraction.forward_program is not None:
         return extraction.call_of
-    if graph.ids == own:
+    if graph.ids == ids:
         return tuple(
-            own[i if source is None else source] for i, source in enumerate(extraction.forward_of)
+            ids[i if source is None else source] for i, source in enumerate(extraction.forward_of)
         )
     return tuple(map(_forward_id, graph.ids, graph.phase.tolist()))
 
@@ -307,8 +309,8 @@ def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
 
 
 def _units(module: nn.Module, path: str) -> Iterator[str]:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if tensors:
         yield path
         return
     for name, child in module.named_children():

@@ -40,24 +40,26 @@ def reviewed(
         prediction=objective.predict(simulated, placement),
     )
     candidates = [best]
-    for own in heuristics(evaluator):
+    for candidate in heuristics(evaluator):
         made = replace(
             placement,
-            devices=tuple(own.devices.tolist()),
-            priority=tuple(own.priority.tolist()),
-            made_by=MadeBy(placer=own.name),
+            devices=tuple(candidate.devices.tolist()),
+            priority=tuple(candidate.priority.tolist()),
+            made_by=MadeBy(placer=candidate.name),
             predicted=None,
             measured=None,
             replicas=None,
         )
-        other = replace(own, prediction=objective.predict(simulated, made))
-        is_same = np.array_equal(own.devices, devices) and other.predicted_s == best.predicted_s
+        other = replace(candidate, prediction=objective.predict(simulated, made))
+        is_same = (
+            np.array_equal(candidate.devices, devices) and other.predicted_s == best.predicted_s
+        )
         if not is_same:
             candidates.append(other)
     return Result(
         placement=placement,
         problem=problem,
-        candidates=tuple(sorted(candidates, key=lambda own: own.predicted_s)),
+        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.predicted_s)),
         best=best,
         lower_bound_s=objective.lower_bound_s(problem),
         search_s=0.0,

@@ -91,25 +91,25 @@ def _critical(path: list[Stretch]) -> dict[str, list[Any]]:
     }
 
 
-def _idle(found: list[Idle]) -> dict[str, list[Any]]:
+def _idle(idles: list[Idle]) -> dict[str, list[Any]]:
     return {
         "whys": list(WAITINGS),
-        "why": [WAITINGS.index(idle.waiting) for idle in found],
-        "device": [idle.device for idle in found],
-        "start_ns": [idle.start_ns for idle in found],
-        "end_ns": [idle.end_ns for idle in found],
-        "producer": [idle.producer for idle in found],
-        "reader": [idle.reader for idle in found],
-        "holder": [-1 if idle.holder is None else idle.holder.op for idle in found],
+        "why": [WAITINGS.index(idle.waiting) for idle in idles],
+        "device": [idle.device for idle in idles],
+        "start_ns": [idle.start_ns for idle in idles],
+        "end_ns": [idle.end_ns for idle in idles],
+        "producer": [idle.producer for idle in idles],
+        "reader": [idle.reader for idle in idles],
+        "holder": [-1 if idle.holder is None else idle.holder.op for idle in idles],
     }
 
 
 def _memory(problem: Problem, schedule: Schedule) -> list[dict[str, Any]]:
     most = max(MOST_POINTS // problem.device_count, 2)
-    found = []
+    curves = []
     for d, curve in enumerate(memory_curves(problem, schedule)):
         shown = thinned(curve, most)
-        found.append(
+        curves.append(
             {
                 "at_ns": [at for at, _ in shown],
                 "bytes": [used for _, used in shown],
@@ -117,7 +117,7 @@ def _memory(problem: Problem, schedule: Schedule) -> list[dict[str, Any]]:
                 "limit_bytes": int(problem.memory_bytes[d]),
             }
         )
-    return found
+    return curves
 
 
 def thinned(curve: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
