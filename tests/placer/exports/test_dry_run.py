@@ -160,10 +160,6 @@ def test_functions_outside_of_modules_count_where_they_would_run() -> None:
     assert found.placed_step is not None
     assert found.exported_step is not None
     assert (found.placed_step.step_s, found.exported_step.step_s) == (0.007, 0.005)
-    assert found.summary == [
-        "1 of 4 ops run elsewhere than placed",
-        "predicted step on cuda:0, cuda:1: 7.000 ms as placed, 5.000 ms as exported",
-    ]
 
 
 def test_a_loss_is_computed_where_the_output_is_returned_but_is_no_part_of_the_map() -> None:
@@ -200,11 +196,11 @@ def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> 
 def test_the_code_around_nested_modules_of_a_map_is_followed() -> None:
     model = Plain(lambda m, x: m.left(x) + m.right(x), left=nn.Linear(4, 4), right=nn.Linear(4, 4))
     extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))
-    told = DeviceMap({"": "cuda:0", "right": "cuda:1"}).conflict(extraction)
-    assert "add in Plain.forward" in told
-    told = DeviceMap({"": "cuda:1", "right": "cuda:0"}).conflict(extraction)
-    assert "the rest of the model would be computed on cuda:0" in told
-    told = DeviceMap({"left": "cuda:0", "right": "cpu"}).conflict(extraction)
-    assert "right would be computed on cuda:0" in told
+    for devices, conflict in (
+        ({"": "cuda:0", "right": "cuda:1"}, "add in Plain.forward"),
+        ({"": "cuda:1", "right": "cuda:0"}, "the rest of the model would be computed on cuda:0"),
+        ({"left": "cuda:0", "right": "cpu"}, "right would be computed on cuda:0"),
+    ):
+        assert conflict in DeviceMap(devices).conflict(extraction)
     assert DeviceMap({"": "cuda:0", "right": "cuda:0"}).conflict(extraction) == ""
     assert DeviceMap({"": "cuda:0", "second": "cuda:1"}).conflict(chain()) == ""
