@@ -89,8 +89,8 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
                 broken.update(what for what, _ in wrong)
                 if wrong or verbose:
                     print(f"fault {number}, {kinds[number]}: {story}", flush=True)
-                for what, told in wrong:
-                    print(f"    {what}: {told}")
+                for what, details in wrong:
+                    print(f"    {what}: {details}")
                 if wrong:
                     again = f"-m tests.campaigns.faults --seed {seed} --only {number}"
                     print(f"    {sys.executable} {again}", flush=True)

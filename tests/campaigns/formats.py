@@ -129,10 +129,10 @@ def formats(folder: Path) -> tuple[Format, ...]:
         return read_checkpoint(path, load_config(at.interrupted_config).essence())
 
     def device_map(path: Path) -> object:
-        given = load_warm_start(path)
+        start = load_warm_start(path)
         extraction, graph = _extraction()
-        placement = placement_of(given, extraction, graph, load_cluster(at.cluster))
-        return given.conflict(extraction) if isinstance(given, DeviceMap) else placement
+        placement = placement_of(start, extraction, graph, load_cluster(at.cluster))
+        return start.conflict(extraction) if isinstance(start, DeviceMap) else placement
 
     def policy(path: Path) -> object:
         return load_policy(str(path))
@@ -263,8 +263,8 @@ class _Specimens:
         return path
 
     def _optimize(self, out: Path, *more: str) -> None:
-        given = [str(self.graph), "--cluster", str(self.cluster), "--budget", "20e", "--quiet"]
-        assert main(["optimize", *given, "--out", str(out), *more]) == 0
+        target = [str(self.graph), "--cluster", str(self.cluster), "--budget", "20e", "--quiet"]
+        assert main(["optimize", *target, "--out", str(out), *more]) == 0
 
     def _train(self) -> None:
         self.card = self._at("card/policy.json")

@@ -68,7 +68,7 @@ def mutated_files(seed: int, out: Path, *, files: int | None, seconds: float) ->
                 for failure in failures:
                     failed[form.name][failure.cause] += 1
                     if failed[form.name][failure.cause] <= SHOWN:
-                        _tell(form, content, failure, out / f"{seed}-{number}")
+                        _report(form, content, failure, out / f"{seed}-{number}")
     for name, causes in failed.items():
         print(f"{name:18} {done[name]:6} files, {causes.total()} failures")
         for cause, count in causes.most_common():
@@ -114,14 +114,14 @@ def _read_all(seed: int, numbers: Sequence[int], log: Path) -> None:
             signal.alarm(3 * LONGEST_S)
             form, content = drawn(seed, number)
             failures = read(form, content, log.parent)
-            if "Traceback" in (told := stderr.read_text(errors="replace")):
-                failures.append(Failure("traceback", "on stderr", told[-6_000:]))
+            if "Traceback" in (errors := stderr.read_text(errors="replace")):
+                failures.append(Failure("traceback", "on stderr", errors[-6_000:]))
             os.truncate(stderr, 0)
-            lines.write(json.dumps([[f.rule, f.what, f.details] for f in failures]) + "\n")
+            lines.write(json.dumps(failures) + "\n")
     os._exit(0)
 
 
-def _tell(form: Format, content: bytes, failure: Failure, folder: Path) -> None:
+def _report(form: Format, content: bytes, failure: Failure, folder: Path) -> None:
     """Print a failure, save its file, and print the command that repeats it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / form.specimen.name

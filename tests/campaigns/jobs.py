@@ -88,8 +88,7 @@ class Job:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         if not command.warm:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-            given = [sys.executable, "-m", command.module, *command.arguments]
-            os.execv(sys.executable, given)
+            os.execv(sys.executable, [sys.executable, "-m", command.module, *command.arguments])
         if command.slow_disk_s:
             vars(os)["fsync"] = partial(self._slow_fsync, command.slow_disk_s, os.fsync)
         sys.argv = [command.module, *command.arguments]

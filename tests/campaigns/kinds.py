@@ -98,9 +98,9 @@ def run_ranks(case: Case) -> None:
     signals = case.random.choice((KILL, (signal.SIGSTOP, signal.SIGKILL), (signal.SIGTERM,)))
     if case.random.random() < 0.15:
         launcher = ["--nproc-per-node", str(RANKS), "--redirects", "3", "--log-dir", "log"]
-        given = [*launcher, "-m", "placer.run", *case.world.run_arguments(case.folder)]
+        arguments = [*launcher, "-m", "placer.run", *case.world.run_arguments(case.folder)]
         module = "torch.distributed.run"
-        job = Job(Command(arguments=given, module=module, folder=case.folder, warm=False))
+        job = Job(Command(arguments=arguments, module=module, folder=case.folder, warm=False))
         case.evaluator(job, case.strike(job, signals, usual_s + 12.0))
         for path in case.folder.rglob("stderr.log"):
             case.expect_no_traceback(path.read_text())
@@ -126,9 +126,9 @@ def cache_writers(case: Case) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    told = stored.read_text().split() if stored.exists() else []
-    case.expect(set(CostCache(path).known(HERE, told)) == set(told), "lost", "times are lost")
-    case.story.append(f"{len(told)} stored")
+    names = stored.read_text().split() if stored.exists() else []
+    case.expect(set(CostCache(path).known(HERE, names)) == set(names), "lost", "times are lost")
+    case.story.append(f"{len(names)} stored")
     _check_cache(case)
 
 

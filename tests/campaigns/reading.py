@@ -11,9 +11,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from placer.cli.main import main
 
@@ -35,8 +34,7 @@ SPARE_BYTES: Final = 4 << 30
 STATUS: Final = Path("/proc/self/status")
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """A broken rule: short, without varying numbers, and in full."""
 
     rule: str
@@ -93,11 +91,11 @@ def limit_memory() -> None:
 
 
 def _use(command: list[str], codes: Codes, failures: list[Failure]) -> None:
-    told = io.StringIO()
+    stderr = io.StringIO()
     name = f"placer {command[0]}"
     with (
         _limited(name, USING_S, USING_BYTES, failures),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stderr(stderr),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         try:
@@ -108,9 +106,10 @@ def _use(command: list[str], codes: Codes, failures: list[Failure]) -> None:
             failures.append(_raised(error, name))
             return
     if code not in codes:
-        failures.append(Failure("exit code", f"{name}: {code}", told.getvalue()))
-    message = told.getvalue().rpartition("placer: ")[2] if code else ""
-    _check_message(message.rstrip("\n"), name, failures)
+        failures.append(Failure("exit code", f"{name}: {code}", stderr.getvalue()))
+    _, mark, message = stderr.getvalue().rpartition("placer: ")
+    if code and mark:  # a placement that cannot run ends with code 1 and progress, but no message
+        _check_message(message.rstrip("\n"), name, failures)
 
 
 @contextlib.contextmanager

@@ -73,27 +73,34 @@ class World:
 
     def graph_command(self, out: Path, evaluations: int = 4_000) -> Command:
         """Return a command that optimizes a graph file, deterministically."""
-        given = ["optimize", str(self.graph), "--cluster", str(self.cluster), "--out", str(out)]
-        return Command(arguments=[*given, "--budget", f"{evaluations}e"], folder=out.parent)
+        arguments = ["optimize", str(self.graph), "--cluster", str(self.cluster), "--out", str(out)]
+        return Command(arguments=[*arguments, "--budget", f"{evaluations}e"], folder=out.parent)
 
     def model_command(self, out: Path, *, measure: bool = True) -> Command:
         """Return a command that optimizes a model on two cores and measures it there."""
-        given = ["optimize", f"{self.model}:build", "--devices", ",".join(CORES), "--out", str(out)]
+        arguments = [
+            "optimize",
+            f"{self.model}:build",
+            "--devices",
+            ",".join(CORES),
+            "--out",
+            str(out),
+        ]
         more = [] if measure else ["--no-measure"]
-        return Command(arguments=[*given, "--budget", "0.3s", *more], folder=out.parent)
+        return Command(arguments=[*arguments, "--budget", "0.3s", *more], folder=out.parent)
 
     def train_command(self, out: Path) -> Command:
         """Return a command that trains a policy, deterministically; ``out`` has no suffix."""
-        given = ["train", "--config", str(self.training), "--out", str(out)]
-        return Command(arguments=given, folder=out.parent)
+        arguments = ["train", "--config", str(self.training), "--out", str(out)]
+        return Command(arguments=arguments, folder=out.parent)
 
     def run_arguments(self, folder: Path, steps: int = STEPS) -> list[str]:
         """Return the arguments of a run whose checkpoint and model go to this folder."""
         kept: dict[str, object] = {"checkpoint": folder / "run.json", "checkpoint_every": 3}
         options: dict[str, object] = {"data": f"{self.target}:batch", "timeout_s": 30, **kept}
         saved = {"save": folder / "model.safetensors"}
-        given = runs.arguments(self.target, self.replica, steps, **options, **saved)
-        return [*given, "--resume"]
+        arguments = runs.arguments(self.target, self.replica, steps, **options, **saved)
+        return [*arguments, "--resume"]
 
     def rank_commands(self, folder: Path) -> list[Command]:
         """Return the commands of a data-parallel run, one for each rank."""

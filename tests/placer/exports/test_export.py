@@ -251,11 +251,11 @@ def test_the_command_writes_what_the_formats_say(
         assert str(out) in capsys.readouterr().err
     assert export(target, "--format", "layer-counts") == 0
     assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
-    for renamed, stages in (  # an idle device, and an exchange
+    for names, stages in (  # an idle device, and an exchange
         ("core:0=cuda:0,core:1=cuda:1,core:2=cuda:2", ["cuda:0", "cuda:1"]),
         ("core:0=core:1,core:1=core:0", ["core:1", "core:0"]),
     ):
-        assert export(target, "--format", "layer-counts", "--as", renamed) == 0
+        assert export(target, "--format", "layer-counts", "--as", names) == 0
         assert json.loads(capsys.readouterr().out)["stages"] == stages
 
 
