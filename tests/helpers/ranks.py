@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -39,12 +38,10 @@ def on_ranks(
     *arguments: Any,
     timeout_s: float = 120.0,
     joined: bool = True,
-    network: Path | None = None,
 ) -> list[Any]:
     """Run ``work(*arguments)`` on ``count`` ranks of a gloo group and return the results by rank.
 
-    With ``joined`` False the ranks have no group yet, only the environment that torchrun sets. With
-    a ``network`` they run in that network namespace.
+    With ``joined`` False the ranks have no group yet, only the environment that torchrun sets.
 
     Ranks are forked from a server that has torch loaded. Each returns its result, waits for the
     others and exits at once, because gloo's threads may abort a process that shuts down normally.
@@ -58,7 +55,7 @@ def on_ranks(
         processes = []
         for rank in range(count):
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(rank, count, port, store, network, timeout_s)
+            place = Place(rank, count, port, store, timeout_s)
             process = context.Process(target=_rank, args=(place, theirs, work, arguments))
             process.start()
             theirs.close()
@@ -104,7 +101,6 @@ class Place:
     count: int
     port: int
     store: str  # file of the group's store, "" for no group
-    network: Path | None
     timeout_s: float
 
     def enter(self) -> None:
@@ -118,9 +114,6 @@ class Place:
             "LOCAL_RANK": str(self.rank),
             "LOCAL_WORLD_SIZE": str(self.count),
         }
-        if self.network is not None:
-            with self.network.open() as namespace:
-                assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0
         if self.store:
             dist.init_process_group(
                 "gloo",
