@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ def model() -> nn.Module:
 
 def tcp_sockets() -> Iterator[socket.socket]:
     """Yield the TCP sockets of this process, those of gloo's threads included."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as one:
             if one.family == socket.AF_INET and one.type == socket.SOCK_STREAM:
                 yield one
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,22 @@ def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
     return path
 
 
+def prepared(folder: Path, device: str = "cpu", **options: Any) -> Callable[..., list[str]]:
+    """Write a target and its placement on one device; return what makes the words of a run.
+
+    ``data`` of a run is the name of a function in the target.
+    """
+    target = written(folder, **options)
+    placement = placed(f"{target}:build", folder / "placement.json", device)
+
+    def words(steps: int, data: str = "", **run: object) -> list[str]:
+        if data:
+            run["data"] = f"{target}:{data}"
+        return arguments(target, placement, steps, **run)
+
+    return words
+
+
 def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -106,8 +122,8 @@ def arguments(target: str, placement: Path, steps: int, **options: object) -> li
     ]
 
 
-def told_to(path: Path, given: list[str]) -> None:
+def errors_to_file(path: Path, words: list[str]) -> None:
     """Run and save the error output to a file, because the rank itself ends with the test."""
-    code, _, err = rank(given)
+    code, _, err = rank(words)
     path.with_suffix(f".{os.environ['RANK']}").write_text(err)
     assert code == 1

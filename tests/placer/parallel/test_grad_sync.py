@@ -224,19 +224,6 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_and_few_bytes(
         assert len(own) == 1 or bucket.flat.nbytes <= largest_bytes
 
 
-def test_gradients_stay_views_of_the_bucket_whatever_is_done_to_them() -> None:
-    layer = nn.Linear(3, 2)
-    [bucket] = filled_buckets(dict(layer.named_parameters()), 1 << 20, accumulate=1)
-    layer.weight.grad = torch.full((2, 3), 2.0)
-    layer.bias.grad = None
-    bucket.flat.fill_(7.0)
-    bucket.adopt_all()
-    assert bucket.flat.tolist() == [0.0] * 2 + [2.0] * 6  # the bias comes first, so it is last
-    for parameter in layer.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
-
-
 LAYOUTS: dict[str, Tensor] = {
     "contiguous": torch.empty(4, 3, 2, 2),
     "channels last": torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last),
@@ -248,17 +235,20 @@ LAYOUTS: dict[str, Tensor] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_gradient_has_the_strides_of_its_parameter_where_those_leave_no_gaps(name: str) -> None:
-    other, own = nn.Parameter(torch.zeros(7)), nn.Parameter(LAYOUTS[name])
-    [bucket] = filled_buckets({"own": own, "other": other}, 1 << 20, accumulate=1)
-    given = torch.arange(1.0, 1 + own.numel()).view(own.shape)
-    own.grad = given.clone()
+    without, parameter = nn.Parameter(torch.zeros(7)), nn.Parameter(LAYOUTS[name])
+    [bucket] = filled_buckets({"with": parameter, "without": without}, 1 << 20, accumulate=1)
+    bucket.flat.fill_(7.0)
+    gradient = torch.arange(1.0, 1 + parameter.numel()).view(parameter.shape)
+    parameter.grad, without.grad = gradient.clone(), None
     bucket.adopt_all()
-    assert own.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
-    assert torch.equal(own.grad, given)
+    for one in (parameter, without):
+        assert one.grad is not None
+        assert one.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
+    assert torch.equal(parameter.grad, gradient)
     assert bucket.flat[:7].tolist() == [0.0] * 7
-    assert set(bucket.flat[7:].tolist()) == set(given.flatten().tolist())
-    expected = own if name != "part of another" else given
-    assert own.grad.stride() == expected.stride()
+    assert set(bucket.flat[7:].tolist()) == set(gradient.flatten().tolist())
+    expected = parameter if name != "part of another" else gradient
+    assert parameter.grad.stride() == expected.stride()
 
 
 def convolutions(memory_format: torch.memory_format) -> nn.Module:
@@ -268,30 +258,6 @@ def convolutions(memory_format: torch.memory_format) -> nn.Module:
         if own.dim() == 4:
             own.data = own.data.to(memory_format=memory_format)
     return layers
-
-
-def images(number: int, ranks: int) -> list[list[Tensor]]:
-    flat = batches(number, ranks, 3 * 6 * 6, 5 * 2 * 2)
-    return [[x.view(-1, 3, 6, 6), y] for x, y in flat]
-
-
-def own_images(number: int) -> list[Tensor]:
-    return images(number, dist.get_world_size())[dist.get_rank()]
-
-
-def train_convolutions() -> dict[str, Tensor]:
-    replica = convolutions(torch.channels_last)
-    trained = train(replica, own_images, bucket_bytes=300)
-    for parameter in replica.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.stride() == parameter.stride()
-    return trained
-
-
-def test_replicas_whose_channels_come_last_train_as_one_process_does() -> None:
-    expected = train_alone(convolutions(torch.contiguous_format), images)
-    for result in on_ranks(2, train_convolutions):
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def backward_twice_without_finish() -> None:

@@ -98,23 +98,20 @@ def test_two_stages_of_two_replicas_train_as_one_process(schedule: Any, config: 
         assert own == pytest.approx(shown, abs=1e-6)
 
 
-def with_one_stage() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "place"))
-    PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES)
-
-
-def with_uneven_parts() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "place"))
-    PipelinedReplica(*chain(), mesh, micro_batches=3)
+def replica_on(shape: tuple[int, int], micro_batches: int) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "place"))
+    PipelinedReplica(*chain(), mesh, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize(
-    ("work", "message"),
+    ("shape", "micro_batches", "message"),
     [
-        (with_one_stage, "the placement has 2 stages, the mesh 1"),
-        (with_uneven_parts, r"shape \(8, 6\) cannot be cut into 3 micro-batches"),
+        ((2, 1), MICRO_BATCHES, "the placement has 2 stages, the mesh 1"),
+        ((1, 2), 3, r"shape \(8, 6\) cannot be cut into 3 micro-batches"),
     ],
 )
-def test_what_does_not_fit_the_mesh_is_refused(work: Any, message: str) -> None:
+def test_what_does_not_fit_the_mesh_is_refused(
+    shape: tuple[int, int], micro_batches: int, message: str
+) -> None:
     with pytest.raises(RankError, match=message):
-        on_ranks(2, work)
+        on_ranks(2, replica_on, shape, micro_batches)

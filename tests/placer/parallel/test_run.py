@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from placer.replicate.plan import plan_job
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import arguments, placed, ran, rank, written
+from tests.helpers.runs import arguments, prepared, ran, rank, written
 
 NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
 
@@ -64,35 +65,33 @@ def loss_of(step: Workload, inputs: Any) -> Tensor:
     return output if step.loss is None else step.loss(output, given.inputs[-1])
 
 
-def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    given = arguments(target, placement, 5, data=f"{target}:batch")
-    (code, out, err), (_, other, _) = on_ranks(2, rank, given, joined=False)
+def printed_losses(out: str) -> list[float]:
+    return [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
+
+
+def test_replicas_train_as_one_process_and_rank_0_prints_losses(tmp_path: Path) -> None:
+    words = prepared(tmp_path)(5, data="batch")
+    (code, out, err), (_, other, _) = on_ranks(2, rank, words, joined=False)
     assert code == 0
     assert err.startswith("2 replicas on 1 device each, kept in sync by allreduce, seed 0")
-    told = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
-    expected = losses_in_one_process(target, 5)
-    np.testing.assert_allclose(told, expected, rtol=1e-5)
+    expected = losses_in_one_process(f"{tmp_path}/target.py", 5)
+    np.testing.assert_allclose(printed_losses(out), expected, rtol=1e-5)
     assert not other
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("sync", "remark"),
     [
         ("onebit", "after 200 plain steps, and this run has 2"),
         ("onebit,warmup-steps=1", ""),
         ("onebit,warmup-steps=2", "after 2 plain steps"),
     ],
 )
-def test_a_run_says_when_its_method_begins(given: str, told: str, tmp_path: Path) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    options = arguments(target, placement, 2, sync=given)
-    [(code, _, err)] = on_ranks(1, rank, options, joined=False)
+def test_a_run_says_when_its_method_begins(sync: str, remark: str, tmp_path: Path) -> None:
+    [(code, _, err)] = on_ranks(1, rank, prepared(tmp_path)(2, sync=sync), joined=False)
     assert code == 0, err
-    assert told in err
-    assert ("plain steps" in err) is bool(told)
+    assert remark in err
+    assert ("plain steps" in err) is bool(remark)
 
 
 def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replication:
@@ -125,65 +124,49 @@ def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
     wanted = Replication(replicas=2, batch=batch, accumulate=2, reduction="ring")
     plan = planned(f"{target}:build", path, names, wanted)
     assert plan.groups == tuple((name,) for name in names)
-    given = arguments(target, path, 4, data=f"{target}:batch")
-    (code, out, err), _ = on_ranks(2, rank, given, joined=False)
+    words = arguments(target, path, 4, data=f"{target}:batch")
+    (code, out, err), _ = on_ranks(2, rank, words, joined=False)
     assert code == 0, err
     assert "by allreduce, seed 0, 2 passes a step" in err
     assert err.count("the plan assumes ring") == 1
-    told = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
     cut = 4 if batch == "global" else 1
     expected = losses_in_one_process(target, 4, passes=2, cut=cut)
-    np.testing.assert_allclose(told, expected, rtol=1e-5)
+    np.testing.assert_allclose(printed_losses(out), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("device", "groups", "message"),
+    [
+        ("cpu", [["cpu"], ["n1:cpu"]], "this run has 1 rank: start torchrun --nnodes=2"),
+        ("n0:g90", [["n0:g90"]], "rank 0, on cuda:90: there is no device cuda:90"),
+        ("cuda:91", None, "rank 0, on cuda:91: there is no device cuda:91"),
+    ],
+)
 def test_a_plan_for_more_replicas_or_devices_that_are_not_here_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    device: str,
+    groups: object,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    target = written(tmp_path)
-    path = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    words = prepared(tmp_path)(2)
+    path = tmp_path / "placement.json"
     content = json.loads(path.read_text())
-    content["replicas"] = {"groups": [["cpu"], ["n1:cpu"]]}
+    content["devices"] = dict.fromkeys(content["devices"], device)
+    if groups:
+        content["replicas"] = {"groups": groups}
     path.write_text(json.dumps(content))
-    given = arguments(target, path, 2)
-    told = alone(given, capsys)
-    assert "this run has 1 rank: start torchrun --nnodes=2" in told
-    content["replicas"] = {"groups": [["n0:g90"]]}
-    content["devices"] = dict.fromkeys(content["devices"], "n0:g90")
-    path.write_text(json.dumps(content))
-    assert "rank 0, on cuda:90: there is no device cuda:90" in alone(given, capsys)
-    del content["replicas"]
-    content["devices"] = dict.fromkeys(content["devices"], "cuda:91")
-    path.write_text(json.dumps(content))
-    assert "rank 0, on cuda:91: there is no device cuda:91" in alone(given, capsys)
-
-
-def test_a_run_that_resumes_from_a_checkpoint_has_the_same_losses(tmp_path: Path) -> None:
-    target = written(tmp_path, dropout=0.2)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    checkpoint = tmp_path / "run.json"
-    options: dict[str, object] = {"data": f"{target}:batch", "optimizer": "adam"}
-    whole = ran(2, *arguments(target, placement, 12, **options))
-    options["checkpoint"] = checkpoint
-    first = ran(2, *arguments(target, placement, 6, **options), "--resume")
-    assert first["losses"] == whole["losses"][:6]
-    later = ran(2, *arguments(target, placement, 12, **options), "--resume")
-    assert later["first_step"] == 6
-    assert later["losses"] == whole["losses"]
-    assert sorted(path.name for path in tmp_path.glob("run.json*")) == [
-        *("run.json", "run.json.12.0", "run.json.12.1")
-    ]
+    assert message in alone(words, capsys)
 
 
 def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
     tmp_path: Path,
 ) -> None:
-    target = written(tmp_path, dropout=0.2)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    options: dict[str, object] = {"sync": "bmuf", "period": 3, "data": f"{target}:blocks"}
+    words = partial(prepared(tmp_path, dropout=0.2), data="blocks", sync="bmuf", period=3)
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    ran(2, *arguments(target, placement, 12, checkpoint=whole, **options))  # 4 blocks, 2 sweeps
-    ran(2, *arguments(target, placement, 6, checkpoint=parts, **options))
-    ran(2, *arguments(target, placement, 12, checkpoint=parts, **options), "--resume")
+    ran(2, *words(12, checkpoint=whole))  # 4 blocks, 2 sweeps
+    ran(2, *words(6, checkpoint=parts))
+    ran(2, *words(12, checkpoint=parts), "--resume")
     for number in range(2):
         ends = [
             read_state(path.with_name(f"{path.name}.12.{number}"), STATE_FORMAT)
@@ -192,45 +175,52 @@ def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
         assert ends[0]["losses"] == ends[1]["losses"]
         torch.testing.assert_close(ends[0]["module"], ends[1]["module"], rtol=0, atol=0)
         torch.testing.assert_close(ends[0]["sync"], ends[1]["sync"], rtol=0, atol=0)
+    names = {path.name for path in tmp_path.glob("parts.json*")}
+    assert names == {"parts.json", "parts.json.12.0", "parts.json.12.1"}
 
 
 @pytest.mark.slow
 def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_ranks(
     tmp_path: Path,
 ) -> None:
-    target = written(tmp_path, dropout=0.5)
     core = f"core:{min(os.sched_getaffinity(0))}"
-    placement = placed(f"{target}:build", tmp_path / "placement.json", core)
-    options: dict[str, object] = {"data": f"{target}:same"}
+    words = partial(prepared(tmp_path, core, dropout=0.5), data="same")
     kept = tmp_path / "run.json"
-    whole = ran(2, *arguments(target, placement, 6, checkpoint=tmp_path / "whole.json", **options))
-    first = ran(2, *arguments(target, placement, 3, checkpoint=kept, **options))
+    whole = ran(2, *words(6, checkpoint=tmp_path / "whole.json"))
+    first = ran(2, *words(3, checkpoint=kept))
     assert first["losses"] == whole["losses"][:3]
-    later = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options), "--resume")
-    assert later["losses"] == whole["losses"]
+    assert ran(2, *words(6, checkpoint=kept), "--resume")["losses"] == whole["losses"]
     mine, theirs = (
         read_state(tmp_path / f"whole.json.6.{r}", STATE_FORMAT)["losses"][0] for r in range(2)
     )
     assert mine != theirs  # same batch, same model
 
 
-def with_own_placement(folder: Path, given: list[str]) -> tuple[int, str, str]:
-    own = str(folder / f"placement{int(os.environ['RANK']) == 1:d}.json")
-    return rank([own if text == "PLACEMENT" else text for text in given])
+def with_more_words_on_rank_1(words: list[str], *more: str) -> tuple[int, str, str]:
+    return rank([*words, *more] if os.environ["RANK"] == "1" else words)
+
+
+def with_other_priorities(placement: Path, path: Path) -> str:
+    content = json.loads(placement.read_text())
+    content["priority"] = dict.fromkeys(content["priority"], 1.0)
+    path.write_text(json.dumps(content))
+    return str(path)
 
 
 def test_ranks_with_different_placements_are_refused_by_name(tmp_path: Path) -> None:
-    target = written(tmp_path)
-    first = placed(f"{target}:build", tmp_path / "placement0.json", "cpu")
-    content = json.loads(first.read_text())
-    content["priority"] = dict.fromkeys(content["priority"], 1.0)
-    (tmp_path / "placement1.json").write_text(json.dumps(content))
-    given = arguments(target, Path("PLACEMENT"), 2)
-    for number, (code, _, err) in enumerate(
-        on_ranks(3, with_own_placement, tmp_path, given, joined=False)
-    ):
+    words = prepared(tmp_path)(2)
+    other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
+    results = on_ranks(3, with_more_words_on_rank_1, words, "--placement", other, joined=False)
+    for number, (code, _, err) in enumerate(results):
         assert code == 1
         assert f"rank {number}: placements: ranks differ (ranks 0, 2: " in err
+
+
+def test_ranks_of_which_one_would_resume_are_refused(tmp_path: Path) -> None:
+    words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json")
+    for code, _, err in on_ranks(2, with_more_words_on_rank_1, words, "--resume", joined=False):
+        assert code == 1
+        assert "the options of the run: ranks differ (" in err
 
 
 def alone(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -239,64 +229,40 @@ def alone(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_bad_usage_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "none.json"),
+        (["--resume"], "--checkpoint"),
+        (["--checkpoint-every", "2"], "--checkpoint"),
+        (["--sync", "fp16,period=4"], "takes no period"),
+        (["--checkpoint", "run.json", "--sync", "asgd"], "asgd cannot go on"),
+        (["--timeout-s", "0"], "--timeout-s 0.0"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_starts(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = written(tmp_path)
-    given = arguments(target, tmp_path / "none.json", 2)
-    assert "none.json" in alone(given, capsys)
-    assert "--checkpoint" in alone([*given, "--resume"], capsys)
-    assert "--checkpoint" in alone([*given, "--checkpoint-every", "2"], capsys)
-    assert "takes no period" in alone([*given, "--sync", "fp16,period=4"], capsys)
-    kept = ["--checkpoint", str(tmp_path / "run.json")]
-    assert "asgd cannot go on" in alone([*given, *kept, "--sync", "asgd"], capsys)
-    assert "--timeout-s 0.0" in alone([*given, "--timeout-s", "0"], capsys)
+    words = arguments(written(tmp_path), tmp_path / "none.json", 2)
+    assert message in alone([*words, *more], capsys)
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    kept = tmp_path / "run.json"
-    ran(1, *arguments(target, placement, 2, checkpoint=kept))
-    for ranks, options, why in (
-        (1, {"lr": 0.2}, "run with lr 0.1, this one has 0.2"),
-        (2, {}, "run with 1 ranks, this one has 2"),
-    ):
-        given = [*arguments(target, placement, 4, checkpoint=kept, **options), "--resume"]
-        for code, _, err in on_ranks(ranks, rank, given, joined=False):
-            assert code == 1
-            assert why in err
-
-
-def test_a_checkpoint_of_another_placement_or_with_fewer_options_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("ranks", "more", "message"),
+    [
+        (1, ["--lr", "0.2"], "run with lr 0.1, this one has 0.2"),
+        (2, [], "run with 1 ranks, this one has 2"),
+        (1, ["--sync", "ma,period=2"], "a run with period None, this one has 2"),
+        (1, ["--placement", "other"], "a run with placement "),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    ranks: int, more: list[str], message: str, tmp_path: Path
 ) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    kept = tmp_path / "run.json"
-    given = arguments(target, placement, 2, checkpoint=kept, sync="ma")
-    ran(1, *given)
-    [(code, _, err)] = on_ranks(
-        1, rank, [*given, "--resume", "--sync", "ma,period=2"], joined=False
-    )
-    assert code == 1
-    assert "a run with period None, this one has 2" in err
-    content = json.loads(placement.read_text())
-    content["priority"] = dict.fromkeys(content["priority"], 1.0)
-    placement.write_text(json.dumps(content))
-    [(code, _, err)] = on_ranks(1, rank, [*given, "--resume"], joined=False)
-    assert code == 1
-    assert "a run with placement " in err
-
-
-def with_own_options(given: list[str], *own: str) -> tuple[int, str, str]:
-    return rank([*given, *own] if os.environ["RANK"] == "1" else given)
-
-
-def test_ranks_that_would_resume_otherwise_are_refused(tmp_path: Path) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    given = arguments(target, placement, 2, checkpoint=tmp_path / "run.json")
-    for code, _, err in on_ranks(2, with_own_options, given, "--resume", joined=False):
+    words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json", sync="ma")
+    ran(1, *words)
+    other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
+    more = [other if word == "other" else word for word in more]
+    for code, _, err in on_ranks(ranks, rank, [*words, "--resume", *more], joined=False):
         assert code == 1
-        assert "the options of the run: ranks differ (" in err
+        assert message in err

@@ -9,65 +9,61 @@ import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.ranks import RankError, on_ranks
-from tests.helpers.runs import arguments, placed, ran, rank, told_to, written
+from tests.helpers.runs import arguments, errors_to_file, placed, prepared, ran, rank
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_can_resume(tmp_path: Path) -> None:
-    ranks = 2
-    target = written(tmp_path, dropout=0.2, deadly=ranks * 7 + 1)  # rank 1, step 7
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    options: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
-    data = f"{target}:deadly"
-    given = arguments(target, placement, 10, data=data, timeout_s=60, **options)
+    words = partial(
+        prepared(tmp_path, dropout=0.2, deadly=2 * 7 + 1),  # rank 1, step 7
+        10,
+        "deadly",
+        timeout_s=60,
+        optimizer="adam",
+    )
+    kept = [*words(checkpoint=tmp_path / "run.json", checkpoint_every=3), "--resume"]
     with pytest.raises(RankError, match="rank 1: it died without a word"):
-        on_ranks(ranks, told_to, tmp_path / "told", given, joined=False)
-    for other in {*range(ranks)} - {1}:
-        told = told_by(other, tmp_path)
-        assert f"rank {other}: rank 1 died or hangs: pid " in told
-        assert f"(step 7 of rank {other} failed: " in told
-    again = ran(ranks, *given, "--resume")
+        on_ranks(2, errors_to_file, tmp_path / "err", kept, joined=False)
+    message = errors_of(0, tmp_path)
+    assert "rank 0: rank 1 died or hangs: pid " in message
+    assert "(step 7 of rank 0 failed: " in message
+    again = ran(2, *kept)
     assert again["first_step"] == 6
-    assert again["losses"] == ran(ranks, *given[: given.index("--checkpoint")])["losses"]
+    assert again["losses"] == ran(2, *words())["losses"]
 
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> None:
-    target = written(tmp_path, deadly=2 * 7 + 1, signal="SIGSTOP")
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=20)
+    words = prepared(tmp_path, deadly=2 * 7 + 1, signal="SIGSTOP")(10, "deadly", timeout_s=20)
     with pytest.raises(RankError, match="rank 1: it died without a word"):
-        on_ranks(2, told_and_killing, tmp_path / "told", given, joined=False, timeout_s=300.0)
-    assert "rank 0: rank 1 died or hangs: pid " in told_by(0, tmp_path)
+        on_ranks(2, kills_who_hangs, tmp_path / "err", words, joined=False, timeout_s=300.0)
+    assert "rank 0: rank 1 died or hangs: pid " in errors_of(0, tmp_path)
 
 
-def told_and_killing(path: Path, given: list[str]) -> None:
+def kills_who_hangs(path: Path, words: list[str]) -> None:
     """Write the error output to a file, then kill the process that it names."""
-    told_to(path, given)
-    found = re.search(r"died or hangs: pid (\d+)", told_by(0, path.parent))
-    assert found is not None
-    os.kill(int(found[1]), signal.SIGKILL)
+    errors_to_file(path, words)
+    named = re.search(r"died or hangs: pid (\d+)", errors_of(0, path.parent))
+    assert named is not None
+    os.kill(int(named[1]), signal.SIGKILL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["bmuf", "asgd"])
+@pytest.mark.parametrize("sync", [{"sync": "bmuf", "period": 5}, {"sync": "asgd"}])
 def test_where_ranks_seldom_meet_one_that_is_killed_is_named_by_all(
-    sync: str, tmp_path: Path
+    sync: dict[str, object], tmp_path: Path
 ) -> None:
-    target = written(tmp_path, deadly=3 * 7 + 1)  # rank 1, within a block, step 7
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    options: dict[str, object] = {"period": 5} if sync == "bmuf" else {}
-    given = arguments(
-        target, placement, 40, data=f"{target}:deadly", timeout_s=60, sync=sync, **options
-    )
+    prepare = prepared(tmp_path, deadly=3 * 7 + 1)  # rank 1, within a block, step 7
+    words = prepare(40, "deadly", timeout_s=60, **sync)
     with pytest.raises(RankError, match="rank 1: it died without a word"):
-        on_ranks(3, told_to, tmp_path / "told", given, joined=False)
+        on_ranks(3, errors_to_file, tmp_path / "err", words, joined=False)
     for other in (0, 2):
-        assert f"rank {other}: rank 1 died or hangs: pid " in told_by(other, tmp_path)
+        assert f"rank {other}: rank 1 died or hangs: pid " in errors_of(other, tmp_path)
 
 
 STOPPED = """
@@ -122,26 +118,24 @@ def test_a_rank_ends_with_a_launcher_that_is_killed() -> None:
     os.close(rank)
 
 
-def told_by(number: int, folder: Path) -> str:
-    return (folder / f"told.{number}").read_text()
+def errors_of(number: int, folder: Path) -> str:
+    return (folder / f"err.{number}").read_text()
 
 
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_whose_killed_rank_is_named(tmp_path: Path) -> None:
-    target = written(tmp_path, dropout=0.2, deadly=2 * 7 + 1)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    words = partial(prepared(tmp_path, dropout=0.2, deadly=2 * 7 + 1), 10, "deadly", timeout_s=60)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    kept: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
-    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=60, **kept)
-    found = subprocess.run(
-        [*launcher, "--max-restarts", "1", "-m", "placer.run", *given, "--resume", "--json"],
+    kept = words(checkpoint=tmp_path / "run.json", checkpoint_every=3)
+    done = subprocess.run(
+        [*launcher, "--max-restarts", "1", "-m", "placer.run", *kept, "--resume", "--json"],
         capture_output=True,
         text=True,
         check=False,
         timeout=180,
     )
-    assert found.returncode == 0, found.stderr
-    assert "placer: rank 0: rank 1 died or hangs: pid " in found.stderr
-    again = json.loads(found.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "placer: rank 0: rank 1 died or hangs: pid " in done.stderr
+    again = json.loads(done.stdout)
     assert again["first_step"] == 6
-    assert again["losses"] == ran(2, *given[: given.index("--checkpoint")])["losses"]
+    assert again["losses"] == ran(2, *words())["losses"]

@@ -40,15 +40,12 @@ def test_each_replica_of_a_host_takes_the_devices_that_follow() -> None:
 
 
 @TWO_CORES
-def test_replicas_share_devices_where_there_are_no_others() -> None:
+def test_replicas_share_the_cpu_and_devices_where_there_are_no_others() -> None:
     whole = on(*(f"core:{core}" for core in CORES))
     assert on_next_devices(whole, 1, 2) == (whole, True)
     assert on_next_devices(whole, 0, 1) == (whole, False)
-    assert on_next_devices(on("cuda:90"), 0, 1) == (on("cuda:90"), False)  # reported on placement
-
-
-def test_the_cpu_is_every_replicas() -> None:
     assert on_next_devices(on("cpu"), 1, 2) == (on("cpu"), False)
+    assert on_next_devices(on("cuda:90"), 0, 1) == (on("cuda:90"), False)  # reported on placement
 
 
 def planned(*groups: tuple[str, ...]) -> Placement:

@@ -17,34 +17,32 @@ from placer.parallel.training import STATE_FORMAT, Checkpoint, write_model
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import arguments, placed, ran, written
+from tests.helpers.runs import prepared, ran
 
 
 def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Path) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    data = f"{target}:batch"
+    words = prepared(tmp_path)
     saved = tmp_path / "model.safetensors"
-    ran(2, *arguments(target, placement, 4, data=data, save=saved))
-    expected = ran(2, *arguments(target, placement, 5, data=data))["losses"][4]
+    ran(2, *words(4, "batch", save=saved))
+    expected = ran(2, *words(5, "batch"))["losses"][4]
+    target = tmp_path / "target.py"
     step = load_step(f"{target}:build", training=True)
     load_model(step.model, saved)
     assert step.model.get_buffer("1.num_batches_tracked") == 4
-    (x, y), _ = FromFunction(load_function(data), step)(4 * 2)
+    (x, y), _ = FromFunction(load_function(f"{target}:batch"), step)(4 * 2)
     assert nn.functional.mse_loss(step.model(x), y).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_of_block_updates_the_result_is_saved_not_the_start_of_the_next_block(
     tmp_path: Path,
 ) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
     checkpoint, saved = tmp_path / "run.json", tmp_path / "model.safetensors"
-    files: dict[str, object] = {"checkpoint": checkpoint, "save": saved}
-    ran(2, *arguments(target, placement, 4, data=f"{target}:batch", sync="bmuf", period=2, **files))
+    words = prepared(tmp_path)
+    ran(2, *words(4, "batch", sync="bmuf", period=2, checkpoint=checkpoint, save=saved))
     state = read_state(tmp_path / "run.json.4.0", STATE_FORMAT)
     [start] = state["sync"]["averager"]["base"]
-    names = dict(load_step(f"{target}:build", training=True).model.named_parameters())
+    model = load_step(f"{tmp_path / 'target.py'}:build", training=True).model
+    names = dict(model.named_parameters())
     result = load_file(saved)
     torch.testing.assert_close(flat_of(state["module"][name] for name in names), start)
     assert not torch.equal(flat_of(result[name] for name in names), start)
@@ -73,30 +71,30 @@ def test_tied_weights_are_written_once_and_stay_tied_when_they_are_loaded(tmp_pa
 
 
 def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
-    target = written(tmp_path)
+    saved = tmp_path / "model.safetensors"
     core = f"core:{min(os.sched_getaffinity(0))}"
-    placement = placed(f"{target}:build", tmp_path / "placement.json", core)
-    kept, saved = tmp_path / "run.json", tmp_path / "model.safetensors"
-    ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved))
+    words = prepared(tmp_path, core)(2, checkpoint=tmp_path / "run.json", save=saved)
+    ran(1, *words)
     expected = read_state(tmp_path / "run.json.2.0", STATE_FORMAT)["module"]
     torch.testing.assert_close(load_file(saved), expected, rtol=0, atol=0)
     first = saved.read_bytes()
     saved.unlink()
-    ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved), "--resume")
+    ran(1, *words, "--resume")
     assert saved.read_bytes() == first  # all steps were done; only the file is written
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none/model", "there is no folder"),
+        ("placement.json", "--save and --placement are the same file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = written(tmp_path)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    for path, why in (
-        (tmp_path / "none" / "model", f"there is no folder {tmp_path / 'none'}"),
-        (placement, "--save and --placement are the same file"),
-    ):
-        assert main(["run", *arguments(target, placement, 2, save=path)]) == 2
-        assert why in capsys.readouterr().err
+    assert main(["run", *prepared(tmp_path)(2, save=tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def written_in_turn(folder: Path, *writes: tuple[str, int]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,12 +48,3 @@ def test_segments_are_what_a_stripe_has_of_a_parameter(sizes: list[int], stripes
         assert [of[i] == of[i - 1] for i in range(1, len(of))] == [
             own[i] == own[i - 1] for i in range(1, len(own))
         ]
-
-
-def test_coding_by_hand() -> None:
-    segments = Segments.of_sizes([4, 4], stripes=1)
-    row = torch.tensor([[1.0, 3.0, -2.0, -4.0, 0.0, 0.0, 5.0, 7.0]])
-    wire, sent = encode(row, segments)
-    assert sent.tolist() == [[2.0, 2.0, -3.0, -3.0, 3.0, 3.0, 3.0, 3.0]]
-    assert wire[0, 0].item() == 0b11001111
-    assert np.frombuffer(wire[0, 1:].numpy().tobytes(), np.float32).tolist() == [-3, 2, 0, 3]

@@ -162,8 +162,3 @@ def test_hooks_reduce_as_under_ddp() -> None:
     ours, ddp = (on_ranks(2, train_by_powersgd, under_ddp) for under_ddp in (False, True))
     for result, expected in zip(ours, ddp, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_powersgd_needs_two_plain_steps() -> None:
-    with pytest.raises(ValueError, match="after 2 steps"):
-        PowerSgd(warmup_steps=1)

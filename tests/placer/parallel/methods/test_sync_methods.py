@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from placer.parallel import BlockAverager, BlockUpdate, Sync, SyncConfig, make_sync
 from placer.parallel.groups import new_group
 from placer.parallel.methods.block_averager import AVERAGING, BMUF
+from placer.parallel.methods.powersgd import PowerSgd
 from placer.parallel.methods.registry import METHODS, method_named
 from tests.helpers.ranks import RankError, on_ranks
 from tests.helpers.replicas import (
@@ -289,6 +290,7 @@ def test_workers_may_be_stacked_in_one_process() -> None:
     ("make", "message"),
     [
         (partial(method_named, "bmfu"), "no sync 'bmfu'"),
+        (partial(PowerSgd, warmup_steps=1), "after 2 steps"),
         (partial(SyncConfig, method="fp16", period=4), "sync 'fp16' takes no period"),
         (partial(SyncConfig, period=0), "period is 0, below 1"),
         (partial(SyncConfig, method="bmuf", block_momentum=1.0), "block_momentum is 1.0"),
