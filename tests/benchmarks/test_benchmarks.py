@@ -42,9 +42,9 @@ from placer.policies.pool import Exercise
 from placer.search.portfolio import Portfolio
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
+from tests.helpers.clusters import nodes
 from tests.helpers.docs_pages import PAGES
 from tests.helpers.folders import ROOT
-from tests.helpers.node_clusters import nodes
 
 TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
 QUOTED = re.compile(r"`python -m benchmarks((?: [^`]+)?)`")

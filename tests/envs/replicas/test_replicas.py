@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
+from envs.hardware.cluster import Cluster
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.replicas.reductions import (
@@ -181,22 +182,22 @@ def test_with_micro_batches_a_gradient_is_ready_in_the_last() -> None:
     assert four.update_ns.tolist() == one.update_ns.tolist() == [1e6]
 
 
+def renamed(cluster: Cluster, names: dict[str, str]) -> Cluster:
+    def of(group: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(names[name] for name in group)
+
+    devices = tuple(replace(device, name=names[device.name]) for device in cluster.devices)
+    links = tuple(
+        replace(link, between=of(link.between), ports=tuple(map(of, link.ports)))
+        for link in cluster.links
+    )
+    return replace(cluster, devices=devices, links=links)
+
+
 @pytest.mark.parametrize("host", ["", "n1:"])
 def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) -> None:
     gpus = nodes(2, 2, across_bytes_per_s=1e9)
-    names = {name: f"{host}core:{i}" for i, name in enumerate(gpus.names)}
-    cores = replace(
-        gpus,
-        devices=tuple(replace(device, name=names[device.name]) for device in gpus.devices),
-        links=tuple(
-            replace(
-                link,
-                between=tuple(names[name] for name in link.between),
-                ports=tuple(tuple(names[name] for name in port) for port in link.ports),
-            )
-            for link in gpus.links
-        ),
-    )
+    cores = renamed(gpus, {name: f"{host}core:{i}" for i, name in enumerate(gpus.names)})
     steps = []
     for cluster in (gpus, cores):
         replica = Problem.of(training_step(), cluster.part([0, 1]))
@@ -239,24 +240,20 @@ def test_coding_takes_its_time_in_every_bucket_or_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("options", "message"),
     [
-        ("payload", "fp4"),
-        ("average_every", 0),
-        ("accumulate", 0),
-        ("bucket_bytes", 0),
-        ("coding_bytes_per_s", 0.0),
-        ("reduction", "star"),
+        ({"payload": "fp4"}, "payload.* 'fp4'"),
+        ({"average_every": 0}, "average_every.* 0"),
+        ({"accumulate": 0}, "accumulate.* 0"),
+        ({"bucket_bytes": 0}, "bucket_bytes.* 0"),
+        ({"coding_bytes_per_s": 0.0}, r"coding_bytes_per_s.* 0\.0"),
+        ({"reduction": "star"}, "reduction.* 'star'"),
+        ({"average_every": 4, "payload": "1-bit"}, "full precision, not as 1-bit"),
     ],
 )
-def test_replication_out_of_range_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{field}.* {value!r}"):
-        Replication(**{field: value})
-
-
-def test_averaged_parameters_are_sent_in_full_precision() -> None:
-    with pytest.raises(ValueError, match="full precision, not as 1-bit"):
-        Replication(average_every=4, payload="1-bit")
+def test_replication_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Replication(**options)
 
 
 def test_a_placement_that_does_not_fit_is_refused() -> None:
@@ -331,12 +328,6 @@ def test_one_replica_and_a_network_that_takes_no_time_leave_the_plain_step(
     assert replicated(step, free, how).step_s == plain.step_s
     if accumulate == 1:
         assert plain.step_s == step.step_ns / 1e9
-
-
-def test_slots_of_a_node_share_its_card_and_no_others() -> None:
-    shared, own = (networks_of((2, 2, 1e9, 0.0, cards)) for cards in (False, True))
-    assert shared[0].queues & shared[1].queues
-    assert not own[0].queues & own[1].queues
 
 
 @pytest.mark.parametrize(("updates", "devices"), [(False, 2), (True, 1)])

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,30 +126,28 @@ def stopped(out: Path, config: TrainingConfig) -> None:
         train(out, config, progress=stop)
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing", b"\x02\0\0\0\0\0\0\0{}"])
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tiny.checkpoint").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"tiny\.checkpoint: (it is no state file|the format is None)"
-    ):
-        train(tmp_path / "tiny", TINY)
+def with_a_bit_flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at:][1:]
 
 
-@pytest.mark.parametrize("in_header", [True, False])
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, in_header: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("checkpoint", lambda _: b"", "it is no state file"),
+        ("checkpoint", lambda _: b"nothing", "it is no state file"),
+        ("checkpoint", lambda _: b"\x02\0\0\0\0\0\0\0{}", "the format is None"),
+        ("checkpoint", lambda c: with_a_bit_flipped(c, c.index(b"has_uint32")), "it is damaged"),
+        ("checkpoint", lambda c: with_a_bit_flipped(c, len(c) - 1), "damaged; give --fresh"),
+        ("csv", lambda _: b"", "shorter"),
+    ],
+)
+def test_a_damaged_checkpoint_or_log_is_refused(
+    name: str, change: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
     stopped(tmp_path / "tiny", TINY)
-    path = tmp_path / "tiny.checkpoint"
-    content = bytearray(path.read_bytes())
-    content[content.index(b"has_uint32") if in_header else -1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tiny\.checkpoint: it is damaged; give --fresh"):
-        train(tmp_path / "tiny", TINY)
-
-
-def test_a_log_that_is_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
-    stopped(tmp_path / "tiny", TINY)
-    (tmp_path / "tiny.csv").write_text("")
-    with pytest.raises(ValueError, match="shorter"):
+    path = tmp_path / f"tiny.{name}"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"tiny\.{name}.*{message}"):
         train(tmp_path / "tiny", TINY)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from envs.hardware.cluster import Cluster, Device, Link, load_cluster
+from envs.hardware.cluster import Cluster, load_cluster
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator
@@ -101,14 +101,6 @@ def test_micro_batches_hide_reductions_behind_the_rest_of_the_pipeline() -> None
     assert found.best.step.alone_s == found.best.result.best.predicted_s  # type: ignore[union-attr]
 
 
-def test_early_gradients_hide_communication() -> None:
-    """One device takes the same time for any order of ops."""
-    step = planned(layers(), nodes(1, 2, inside_bytes_per_s=5e9), Replication(replicas=2)).best.step
-    assert step is not None
-    assert step.communication_s == pytest.approx(8 * 2e-3)
-    assert step.exposed_s < 0.5 * step.communication_s
-
-
 def test_candidates_are_also_tried_with_gradients_first() -> None:
     job = Job(source=layers(), cluster=nodes(1, 1), search=SEARCH)
     result = optimize_job(job)
@@ -183,16 +175,11 @@ def test_replicas_that_are_asked_for_are_compared_with_pure_ways() -> None:
     assert [split.name for split in alone.splits] == ["1 x 1"]
 
 
-def test_the_verdict_compares_with_one_device_and_names_passes() -> None:
-    verdict = verdict_of(planned(layers(), FAST, Replication(accumulate=2)))
-    for words in ("4 replicas of 1 device each: 166.7 samples/s, 4x", "48.00 ms in 2 passes"):
-        assert words in verdict
-
-
-CORES = Cluster(
-    name="cores",
-    devices=tuple(Device(name=f"core:{i}", kind="core", memory_bytes=10**12) for i in range(2)),
-    links=(Link(between=("core:0", "core:1"), latency_s=0.0, bandwidth_bytes_per_s=1e10),),
+PAIR = nodes(1, 2)
+CORES = replace(
+    PAIR,
+    devices=tuple(replace(one, name=f"core:{i}") for i, one in enumerate(PAIR.devices)),
+    links=(replace(PAIR.links[0], between=("core:0", "core:1")),),
 )
 BITS = Replication(replicas=2, payload="1-bit")
 
@@ -201,7 +188,7 @@ BITS = Replication(replicas=2, payload="1-bit")
     ("cluster", "replication", "remark", "applies"),
     [
         (CORES, BITS, "Pinned cores", True),
-        (nodes(1, 2), BITS, "Pinned cores", False),
+        (PAIR, BITS, "Pinned cores", False),
         (CORES, BITS, "1-bit gradients is assumed to take no time", True),
         (CORES, replace(BITS, coding_bytes_per_s=1e9), "no time", False),
         (nodes(2, 1, inside_bytes_per_s=1e13), Replication(replicas=1), "simulated only", True),
@@ -241,27 +228,41 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     )
 
 
-def test_a_batch_that_cannot_be_cut_is_named() -> None:
-    step = training()
-    with pytest.raises(PlacementError, match="8 samples cannot be cut into 3 equal parts"):
-        planned(step, rated(4), Replication(batch="global", replicas=3))
-    with pytest.raises(PlacementError, match="into 16 equal parts"):
-        planned(step, rated(4), Replication(batch="global", replicas=4, accumulate=4))
-    found = planned(step, rated(3), Replication(batch="global"))
-    why = {split.name: split.why for split in found.splits}
+@pytest.mark.parametrize(
+    ("step", "replication", "message"),
+    [
+        (training(), Replication(replicas=3), "8 samples cannot be cut into 3 equal parts"),
+        (training(), Replication(replicas=4, accumulate=4), "into 16 equal parts"),
+        (
+            Workload.of(
+                nn.Linear(16, 4), (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum()
+            ),
+            Replication(replicas=2),
+            "no first dimension",
+        ),
+        (
+            Workload.of(  # a batch of one sample has no deviation
+                nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).train(),
+                (torch.randn(2, 16), torch.randn(2, 8)),
+                F.mse_loss,
+            ),
+            Replication(replicas=2),
+            "one of 2 parts",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(
+    step: Workload, replication: Replication, message: str
+) -> None:
+    with pytest.raises(PlacementError, match=message):
+        planned(step, rated(4), replace(replication, batch="global"))
+
+
+def test_splits_that_cannot_cut_the_batch_say_so() -> None:
+    plan = planned(training(), rated(3), Replication(batch="global"))
+    why = {split.name: split.why for split in plan.splits}
     assert why["3 x 1"].startswith("8 samples cannot be cut into 3 equal parts")
     assert not why["2 x 1"]
-    apart = Workload.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum())
-    with pytest.raises(PlacementError, match="no first dimension"):
-        planned(apart, rated(2), Replication(batch="global", replicas=2))
-
-
-def test_a_model_that_refuses_a_smaller_batch_is_refused() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    step = Workload.of(model.train(), (torch.randn(2, 16), torch.randn(2, 4)), F.mse_loss)
-    with pytest.raises(PlacementError, match="one of 2 parts"):
-        planned(step, rated(2), Replication(batch="global", replicas=2))
 
 
 def test_a_part_of_a_batch_has_its_part_of_costs_and_activations_alone() -> None:
@@ -359,15 +360,13 @@ def test_stopped_early_it_keeps_what_was_found() -> None:
 def test_too_many_replicas_and_devices_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match=r"5 replicas .* has 4"):
         planned(layers(), FAST, Replication(replicas=5))
-    cluster = nodes(1, 2)
-    first, last = cluster.devices
-    uneven = replace(cluster, devices=(first, replace(last, memory_bytes=10**12)))
+    first, last = PAIR.devices
+    uneven = replace(PAIR, devices=(first, replace(last, memory_bytes=10**12)))
     with pytest.raises(ValueError, match="no 2 devices"):
         planned(layers(), uneven, Replication(replicas=2))
-    with pytest.raises(ValueError, match="replicas are 'many'"):
-        Replication.of("many")
-    with pytest.raises(ValueError, match="replicas is 0, below 1"):
-        Replication.of(0)
+    for text, message in (("many", "replicas are 'many'"), (0, "replicas is 0, below 1")):
+        with pytest.raises(ValueError, match=message):
+            Replication.of(text)
 
 
 def random_training(seed: int, ops: int = 8) -> nx.DiGraph[str]:

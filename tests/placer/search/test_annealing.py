@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem, toy_problem
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
@@ -17,18 +16,15 @@ from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.simulator_cases import one_kind
 
 
 def test_a_plan_that_cannot_run_costs_no_less_because_the_one_before_lacked_memory() -> None:
     graph = new_graph("pair")
     for name in ("first", "second"):
-        add_op(graph, name, cost_s={"*": 1e-3}, parameter_bytes=100)
-    graph.nodes["second"]["devices"] = ["device:0"]
-    names = ("device:0", "device:1")
-    devices = tuple(Device(name=name, kind="device", memory_bytes=150) for name in names)
-    link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
-    cluster = Cluster(name="pair", devices=devices, links=(link,))
-    evaluator = Evaluator(Problem.of(GraphArrays.from_graph(graph), cluster))
+        add_op(graph, name, cost_s={"*": 1e-3}, parameter_bytes=600_000_000)
+    graph.nodes["second"]["devices"] = ["d0"]
+    evaluator = Evaluator(Problem.of(GraphArrays.from_graph(graph), one_kind(2)))  # 1 GB each
     plans = np.array([[0, 0], [0, 1]], np.int32)
     overfull, forbidden = evaluator.costs(plans, np.zeros((2, 2))).tolist()
     assert OVERFULL_NS <= overfull < forbidden == INFEASIBLE_NS

@@ -17,6 +17,7 @@ from placer.search.contiguous import narrow_order, pipeline_parts
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import random_problem
+from tests.helpers.simulator_cases import one_kind
 
 
 def split(problem: Problem) -> Candidate:
@@ -86,15 +87,13 @@ def test_the_layer_split_of_a_chain_is_the_best_for_any_order_of_devices(
 
 def test_where_outputs_do_not_fit_for_good_only_parameters_count() -> None:
     graph = new_graph("hand")
-    for i, parameter_bytes in enumerate((30, 30, 30, 90)):
-        add_op(graph, f"{i}", cost_s={"*": 1e-3}, output_bytes=5, parameter_bytes=parameter_bytes)
+    for i, share in enumerate((30, 30, 30, 90)):  # hundredths of a device's memory
+        size = share * 10**7
+        add_op(graph, f"{i}", cost_s={"*": 1e-3}, output_bytes=5 * 10**7, parameter_bytes=size)
         if i:
             add_edge(graph, f"{i - 1}", f"{i}")
-    devices = tuple(Device(name=name, kind="k", memory_bytes=100) for name in ("a", "b"))
-    link = Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9)
-    cluster = Cluster(name="pair", devices=devices, links=(link,))
-    found = split(Problem.of(GraphArrays.from_graph(graph), cluster))
-    # Three outputs would make 105 bytes of the first part, but only two are live at a time.
+    found = split(Problem.of(GraphArrays.from_graph(graph), one_kind(2)))
+    # Three outputs would make 105 % of the first part, but only two are live at a time.
     assert found.devices.tolist() in ([0, 0, 0, 1], [1, 1, 1, 0])
     assert found.step_ns < INFEASIBLE_NS
 

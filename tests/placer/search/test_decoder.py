@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.hardware.cluster import RANGES, SHARINGS, Cluster, Link, Sharing
+from envs.hardware.cluster import RANGES, SHARINGS, Sharing
 from envs.problem import HORIZON_NS, Floats, Problem
 from envs.simulator.max_load import max_load_ns
 from graphs.graph import LARGEST_BYTES, GraphArrays
@@ -143,22 +143,18 @@ def test_weights_of_another_shape_or_that_are_not_finite_are_refused(weights: Fl
         decode_batch(scheduling_arrays(random_problem(0)), weights)
 
 
-def with_link(**link: Any) -> Problem:
+def large_edge(**link: Any) -> Problem:
     """Return a fork on two devices with one edge of the largest size and the others of 0 bytes."""
-    devices = one_kind(2).devices
     graph = fork(3, moved=0)
     graph.edges["s", "0"]["bytes"] = LARGEST_BYTES
-    plain: dict[str, Any] = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}
-    joined = Link(between=("d0", "d1"), **plain | link)
-    return Problem.of(
-        GraphArrays.from_graph(graph), Cluster(name="c", devices=devices, links=(joined,))
-    )
+    cluster = one_kind(2, **{"latency_s": 0.0, "bandwidth_bytes_per_s": 1.0} | link)
+    return Problem.of(GraphArrays.from_graph(graph), cluster)
 
 
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("key", ["latency_s", "bandwidth_bytes_per_s"])
 def test_links_at_the_ends_of_their_ranges_are_searched_and_simulated(key: str, end: int) -> None:
-    problem = with_link(**{key: RANGES[key][end]})
+    problem = large_edge(**{key: RANGES[key][end]})
     evaluator = Evaluator(problem)
     for plan in heuristics(evaluator):
         assert set(plan.devices.tolist()) <= {0, 1}
@@ -171,7 +167,7 @@ def test_links_at_the_ends_of_their_ranges_are_searched_and_simulated(key: str, 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_decoders_choose_devices_even_where_times_are_no_numbers(value: float) -> None:
-    scheduling = Evaluator(with_link()).scheduling
+    scheduling = Evaluator(large_edge()).scheduling
     scheduling.latency[:] = value
     devices, _ = decode(scheduling, HEFT)
     assert set(devices.tolist()) <= {0, 1}

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import placer
-from envs.hardware.cluster import Cluster, Device, Link
 from placer.cli.main import main
 from placer.policies import load
 from placer.search import registry
 from placer.search.heuristics import RoundRobin
 from placer.search.registry import listings, placer_named
 from placer.search.request import LATENCY, STEP_OBJECTIVES
+from tests.helpers.replica_plans import rated
 
 NAMES = [listing.name for listing in registry.BUILT_IN]
 Files = Callable[..., tuple[Path, Path]]
@@ -162,21 +162,6 @@ def test_a_policy_is_only_loaded_for_placers_that_use_it(
 
 
 def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
-    names = ("cuda:6", "cuda:7")
-    cluster = Cluster(
-        name="elsewhere",
-        devices=tuple(
-            Device(
-                name=name,
-                kind="gpu",
-                memory_bytes=10**10,
-                peak_flop_per_s=1e13,
-                bandwidth_bytes_per_s=1e12,
-            )
-            for name in names
-        ),
-        links=(Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
-    )
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
     def place(**search: Any) -> placer.Result:
@@ -184,13 +169,13 @@ def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
             model,
             torch.ones(2, 8),
             training=False,
-            devices=cluster,
+            devices=rated(2),
             search=placer.SearchConfig(budget="20e", **search),
             progress=False,
         )
 
     candidates = {candidate.name for candidate in place(placer="evolution").candidates}
-    assert {"evolution", "single cuda:6", "HEFT"} <= candidates
+    assert {"evolution", "single n0:g0", "HEFT"} <= candidates
     assert not {"annealing", "policy"} & candidates
     by_name, by_object = place(placer="heft"), place(placer=placer_named("heft"))
     assert by_object.placement == by_name.placement
