@@ -187,14 +187,7 @@ class CostCache:
 
     def _is_empty(self) -> bool:
         """Return whether nothing was ever stored; a full disk may leave a file without tables."""
-        if self.path.exists():
-            return self.path.stat().st_size == 0
-        if self.path.is_symlink():
-            raise OSError(
-                f"{self.path} is a link to {self.path.readlink()}, which is not there: remove the "
-                "link, or make the folder that it leads to"
-            )
-        return True
+        return not self.path.exists() or self.path.stat().st_size == 0
 
     def _read(
         self, conditions: Conditions, signatures: list[str]

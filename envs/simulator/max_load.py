@@ -120,27 +120,19 @@ def max_load_ns(problem: Problem, devices: Ints) -> Longs:
     return answer
 
 
-def loads_ns(problem: Problem, devices: Ints) -> Longs:
-    """Return the loads (D,) of one placement (N,); edges without a link count as 0."""
-    return _counted(problem, device_row(problem, devices)).load_ns
+def loads_of(problem: Problem, devices: Ints) -> Loads:
+    """Return loads and memory of one placement (N,); edges without a link count as 0."""
+    arrays = load_arrays(problem)
+    loads = loads_for(arrays)
+    _largest_loads(arrays, loads, device_row(problem, devices)[None], np.empty(1, np.int64))
+    return loads
 
 
 def overload_reason(problem: Problem, devices: Ints) -> str:
     """Return why a placement (N,) is infeasible, or "" if it is feasible."""
     row = device_row(problem, devices)
-    return blocked_reason(problem, row) or overfull_reason(problem, row, used_bytes(problem, row))
-
-
-def used_bytes(problem: Problem, devices: Ints) -> Longs:
-    """Return the memory (D,) that a placement (N,) needs on each device under this objective."""
-    return _counted(problem, device_row(problem, devices)).used_bytes
-
-
-def _counted(problem: Problem, devices: Ints) -> Loads:
-    arrays = load_arrays(problem)
-    loads = loads_for(arrays)
-    _largest_loads(arrays, loads, devices[None], np.empty(1, np.int64))
-    return loads
+    used_bytes = loads_of(problem, row).used_bytes
+    return blocked_reason(problem, row) or overfull_reason(problem, row, used_bytes)
 
 
 @compiled_borrowing

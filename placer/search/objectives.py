@@ -11,7 +11,7 @@ from envs.placement import OBJECTIVES, Placement, check_micro_batches
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
-from envs.simulator.max_load import max_load_ns, overload_reason, used_bytes
+from envs.simulator.max_load import loads_of, max_load_ns, overload_reason
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.schedule import Schedule
 from placer.search.candidate import Candidate, Kind, Prediction
@@ -101,7 +101,7 @@ class Objective:
         feasible, why, needed = step.feasible, step.why, schedule.peak_bytes
         if self.name == "max-load":
             feasible, why = load_ns < INFEASIBLE_NS, overload_reason(problem, devices)
-            needed = used_bytes(problem, devices)
+            needed = loads_of(problem, devices).used_bytes
         if self.name == "throughput" and feasible:
             why = step.no_period_reason
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]

@@ -127,6 +127,7 @@ def test_where_a_module_is_is_told_by_device_and_phase() -> None:
     assert placement.device_of("a") == "y"
     assert placement.device_of("a.1") == placement.device_of("a.1@2:mm") == "x"
     assert placement.devices_of("a.0") == {"y": 1, "x": 1}
+    assert placement.devices_of("a.1") == {"x": 2}, "of all its calls"
     assert placement.phases_of("a") == {
         "x": {"forward": 1, "backward": 1, "optimizer": 1},
         "y": {"forward": 1},

@@ -20,7 +20,7 @@ from envs.simulator.max_load import (
     count_op,
     load_arrays,
     loads_for,
-    loads_ns,
+    loads_of,
     max_load_ns,
     overload_reason,
 )
@@ -72,11 +72,11 @@ def twin_loads(
 def test_both_ends_pay_for_a_transfer_once() -> None:
     problem, devices, _ = problem_of((fork(4), one_kind(3), [0, 0, 1, 1, 2], [0.0] * 5))
     # d0: s, one op, one 2 us transfer out; d1: two ops, one transfer in; d2: one op, one in.
-    assert loads_ns(problem, devices).tolist() == [4000, 4000, 3000]
+    assert loads_of(problem, devices).load_ns.tolist() == [4000, 4000, 3000]
     assert max_load_ns(problem, devices).tolist() == [4000]
     assert max_load_ns(problem, np.stack([devices, devices * 0])).tolist() == [4000, 5000]
     with pytest.raises(ValueError, match="one placement, not 3"):
-        loads_ns(problem, np.tile(devices, (3, 1)))
+        loads_of(problem, np.tile(devices, (3, 1)))
 
 
 def test_a_cpu_pays_for_no_transfer() -> None:
@@ -84,8 +84,8 @@ def test_a_cpu_pays_for_no_transfer() -> None:
     host = Device(name="d0", kind="cpu", memory_bytes=10**9)
     cluster = Cluster(name="host", devices=(host, pair.devices[1]), links=pair.links)
     problem, devices, _ = problem_of((fork(1), cluster, [0, 1], [0.0] * 2))
-    assert loads_ns(problem, devices).tolist() == [1000, 3000]
-    assert loads_ns(problem, devices[::-1]).tolist() == [1000, 3000]
+    assert loads_of(problem, devices).load_ns.tolist() == [1000, 3000]
+    assert loads_of(problem, devices[::-1]).load_ns.tolist() == [1000, 3000]
 
 
 def test_memory_is_the_sum_over_all_ops() -> None:
@@ -103,7 +103,7 @@ def test_memory_is_the_sum_over_all_ops() -> None:
 def assert_loads_are_exact(case: Case) -> None:
     problem, devices, _ = problem_of(case)
     load, feasible = twin_loads(*case[:3])
-    assert loads_ns(problem, devices).tolist() == load
+    assert loads_of(problem, devices).load_ns.tolist() == load
     expected = max(load) if feasible else INFEASIBLE_NS
     assert max_load_ns(problem, devices).tolist() == [expected]
     assert bool(overload_reason(problem, devices)) != feasible
@@ -140,7 +140,7 @@ def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
     order = np.random.default_rng(seed).permutation(problem.op_count)
     for sign in (1, -1, 1):
         count_ops(arrays, loads, devices, order, sign)
-    assert loads.load_ns.tolist() == loads_ns(problem, devices).tolist()
+    assert loads.load_ns.tolist() == loads_of(problem, devices).load_ns.tolist()
 
 
 @settings(max_examples=40)

@@ -207,7 +207,11 @@ def twin_equals(seed: int) -> str:
         twin_priority(graph, whole, origin, batch, priority),
     )
     schedule = Simulator(pipeline.problem).run(pipeline.devices(where), pipeline.priority(levels))
-    assert list(pipeline.problem.graph.ids) == list(whole)
+    copies = pipeline.problem.graph
+    assert list(copies.ids) == list(whole)
+    position = np.argsort(copies.topological)
+    source = np.repeat(np.arange(len(copies)), np.diff(copies.successor_start))
+    assert (position[source] < position[copies.successors]).all()
     if twin.blocked:
         assert schedule.step_ns == INFEASIBLE_NS
         return "blocked"
