@@ -57,24 +57,19 @@ def test_bash_completes_commands_and_options(script: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["optimize", "m.py:f", "--objective"], {"latency", "throughput", "max-load"}),
-        (["optimize", "m.py:f", "--json", "--placer"], {item.name for item in listings()}),
-        (["machine", "--completion"], set(PLACES)),
+        (["optimize", "m.py:f", "--objective", ""], {"latency", "throughput", "max-load"}),
+        (["optimize", "m.py:f", "--json", "--placer", ""], {item.name for item in listings()}),
+        (["machine", "--completion", ""], set(PLACES)),
+        (["optimize", "mo"], {"model.py", "models"}),
+        (["optimize", "m.py:f", "--objective", "latency", "--out", "mo"], {"model.py", "models"}),
     ],
 )
-def test_bash_completes_choices(
+def test_bash_completes_choices_and_files(
     script: Path, tmp_path: Path, words: list[str], expected: set[str]
 ) -> None:
-    assert expected <= completions(script, tmp_path, "placer", *words, "")
-
-
-@pytest.mark.parametrize(
-    "words", [["optimize"], ["optimize", "m.py:f", "--objective", "latency", "--out"]]
-)
-def test_bash_completes_files(script: Path, tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "model.py").touch()
     (tmp_path / "models").mkdir()
-    assert completions(script, tmp_path, "placer", *words, "mo") == {"model.py", "models"}
+    assert expected <= completions(script, tmp_path, "placer", *words)
 
 
 @pytest.mark.parametrize("shell", PLACES)

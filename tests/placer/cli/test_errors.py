@@ -13,7 +13,7 @@ from graphs.selection import ConstraintError
 from placer.choose import PlacementError
 from placer.cli.errors import JobError, UsageError, exit_code_of, memory_shortage, usage_errors
 from placer.cli.main import main
-from placer.cli.output import StandardOutput, check_outputs
+from placer.cli.output import check_outputs
 from placer.sources.target import TargetError
 from placer.warm_start import WarmStartError
 
@@ -109,19 +109,6 @@ def test_results_never_replace_each_other_or_an_input(
     with pytest.raises(UsageError, match=words):
         check_outputs(paths, {"target": Path("graph.json"), "--cluster": None})
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_standard_output_names_itself_and_fails_once() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, writer)
-    with StandardOutput(os.fdopen(writer, "wb"), "utf-8") as output:
-        print("something", file=output)
-        with pytest.raises(OSError, match=r"No space left.*'standard output'"):
-            output.flush()
-        print("more", file=output, flush=True)
-    os.close(full)
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

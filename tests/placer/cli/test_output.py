@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -90,25 +91,13 @@ def test_json_is_all_there_is_on_stdout_and_quiet_leaves_nothing_else(
         assert json.loads(printed.out), run  # a second JSON value would fail
 
 
-def test_a_placed_model_infers_in_one_process(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = ["run", "model.py:build", "--placement", "here.json", "--steps", "3", "--inference"]
-    capsys.readouterr()
-    assert main(run) == 0
-    assert re.fullmatch(r"median step: [\d.]+ ms by the wall clock\n", capsys.readouterr().out)
-    assert main([*run, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == 3
-    assert found["step_s"] > 0
-
-
 def test_quiet_prints_the_last_line_and_no_table(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     assert main(OPTIMIZE) == 0
     loud = capfd.readouterr()
+    assert re.search(r"; took .+ s; seed 0\n$", loud.err)
     assert main([*OPTIMIZE, "--quiet"]) == 0
     quiet = capfd.readouterr()
     assert quiet.err == ""
@@ -117,44 +106,25 @@ def test_quiet_prints_the_last_line_and_no_table(
     assert " ".join(loud.out.split()).endswith(line)
 
 
-def test_the_duration_is_estimated_before_and_printed_after(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    capfd.readouterr()
-    assert main([*OPTIMIZE[:-1], "0.3s"]) == 0
-    first, *_, last = capfd.readouterr().err.splitlines()
-    assert "0.3 s" in first
-    assert re.search(r"; took .+ s; seed 0$", last)
-    assert main([*OPTIMIZE, "--json", "--quiet"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["measuring_s"] == 0
-    assert found["total_s"] >= found["search_s"] > 0
-
-
-def test_the_json_of_a_placement_is_what_the_table_says(
+def test_the_ops_of_a_placement_are_counted_by_module_and_device(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown(*name: str) -> dict[str, dict[str, dict[str, int]]]:
         capsys.readouterr()
         assert main(["show", "placement.json", *name, "--json"]) == 0
-        found: dict[str, dict[str, dict[str, int]]] = json.loads(capsys.readouterr().out)
-        return found
+        content: dict[str, dict[str, dict[str, int]]] = json.loads(capsys.readouterr().out)
+        return content
 
     devices = json.loads(Path("placement.json").read_text())["devices"]
-    counted: dict[str, int] = {}
-    for count in shown()["modules"].values():
-        for device, ops in count.items():
-            counted[device] = counted.get(device, 0) + ops
-    assert counted == {name: [*devices.values()].count(name) for name in set(devices.values())}
+    count = sum(map(Counter, shown()["modules"].values()), Counter[str]())
+    assert count == Counter(devices.values())
     op_id, device = next(iter(devices.items()))
     assert shown(op_id) == {"name": op_id, "device": device, "devices": {device: {"forward": 1}}}
     module = next(name for name in map(module_of, devices) if name)
-    found = shown(module)["devices"]
-    assert sum(count for by_phase in found.values() for count in by_phase.values()) == sum(
+    by_device = shown(module)["devices"]
+    assert sum(sum(by_phase.values()) for by_phase in by_device.values()) == sum(
         module_of(op) == module or module_of(op).startswith(f"{module}.") for op in devices
     )
-    assert main(["show", "placement.json", module]) == 0
-    assert capsys.readouterr().out.startswith(f"{module}: ")
 
 
 def printed(

@@ -53,62 +53,43 @@ def build(seed=0):
 @pytest.mark.parametrize(
     ("target", "code", "words"),
     [
-        ("{dir}/modle.py:build", 2, ["no file", "did you mean", "model.py"]),
-        ("{dir}/model.py:biuld", 2, ["no function 'biuld'", "did you mean build?"]),
-        ("model", 2, ["path/to/model.py:function"]),
-        ("{dir}/net.py", 2, ["did you mean {dir}/net.py:build?"]),
-        ("{dir}/model.py:nonsense", 2, ["must return (model, inputs)", "int"]),
-        ("{dir}/model.py:broken", 2, ["no such data set"]),
-        ("{dir}/model.py:leaves", 2, ["model.py:leaves called sys.exit(3)"]),
-        ("{dir}/script.py:build", 2, ["script.py called sys.exit()", "__main__"]),
-        ("{dir}/model.py:no_loss", 1, ["scalar loss", "(2, 4)"]),
+        ("modle.py:build", 2, "modle.py; did you mean model.py?"),
+        ("model.py:biuld", 2, "did you mean build?"),
+        ("model", 2, "path/to/model.py:function"),
+        ("net.py", 2, "did you mean {dir}/net.py:build?"),
+        ("model.py:nonsense", 2, "must return (model, inputs)"),
+        ("model.py:broken", 2, "no such data set"),
+        ("model.py:leaves", 2, "model.py:leaves called sys.exit(3)"),
+        ("script.py:build", 2, "script.py called sys.exit()"),
+        ("model.py:no_loss", 1, "scalar loss"),
     ],
 )
 def test_bad_targets_get_a_sentence(
-    target: str, code: int, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
     (tmp_path / "net.py").write_text(NET)
-    arguments = ["optimize", target.format(dir=tmp_path), "--out", str(tmp_path / "p.json")]
+    arguments = ["optimize", f"{tmp_path}/{target}", "--out", str(tmp_path / "p.json")]
     assert main([*arguments, "--devices", "core:0"]) == code
     error = capsys.readouterr().err
-    for word in words:
-        assert word.format(dir=tmp_path) in error
+    assert words.format(dir=tmp_path) in error
     assert "Traceback" not in error
     assert not (tmp_path / "p.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--devices", "core:999"], ["core:999", "may run on cores"]),
-        (["--devices", "cuda:0"], ["cuda:0"]),
-        (["--devices", "core:0", "--cluster", "c.toml"], ["give --devices"]),
-        (["--memory", "core:0=1GB", "--cluster", "c.toml"], ["a cluster file has devices"]),
-        (["--budget", "fast"], ["fast", "20s"]),
-        (["--cluster", "no.toml"], ["there is no file no.toml"]),
-        (["--report", "never/loaded.html"], ["no folder"]),
-        (["--policy", "generalissimo"], ["generalissimo", "generalist"]),
-        (["--pin", "x=a", "--pin", "x=b"], ["is given with a and with b"]),
-        (["--inference", "--optimizer", "sgd"], ["has no gradients for"]),
-    ],
-)
-def test_bad_options_are_refused_before_any_work(
-    more: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["optimize", "never/loaded.py:build", "--out", str(tmp_path / "p.json"), *more]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    for word in words:
-        assert word in error
-    assert "never/loaded.py:build" not in error
-    assert "Errno" not in error
-
-
-@pytest.mark.parametrize(
     ("command", "words"),
     [
+        ("optimize never/loaded.py:f --devices core:999", "may run on cores"),
+        ("optimize never/loaded.py:f --devices cuda:0", "cuda:0"),
+        ("optimize never/loaded.py:f --devices core:0 --cluster c.toml", "give --devices"),
+        ("optimize never/loaded.py:f --memory core:0=1GB --cluster c.toml", "file has devices"),
+        ("optimize never/loaded.py:f --budget fast", "20s"),
+        ("optimize never/loaded.py:f --report no_folder/loaded.html", "no folder"),
+        ("optimize never/loaded.py:f --policy generalissimo", "generalist"),
+        ("optimize never/loaded.py:f --pin x=a --pin x=b", "is given with a and with b"),
+        ("optimize never/loaded.py:f --inference --optimizer sgd", "has no gradients for"),
         ("optimize {graph} --cluster {cluster} --inference", "--inference can only be given"),
         ("optimize {graph} --cluster {cluster} --no-measure", "--no-measure can only be given"),
         ("optimize {graph} --cluster {cluster} --extractor export", "--extractor can only"),
@@ -122,7 +103,6 @@ def test_bad_options_are_refused_before_any_work(
         ("extract {graph} --summary --costs measured", "extracted already"),
         ("extract {graph} --summary --optimizer sgd", "--optimizer can only be given for"),
         ("extract {graph}", "give --out graph.json, --summary or --json"),
-        ("extract {graph}.json --summary", "no file"),
         ("extract x.py:f --summary --costs none --devices core:0", "--costs none contradicts"),
         ("extract x.py:f --summary --cluster {cluster}", "peak_flop_per_s = "),
         ("evaluate {graph} --placement p.json", "give --cluster"),
@@ -130,6 +110,12 @@ def test_bad_options_are_refused_before_any_work(
         ("export p.json {graph} --format pipeline", "a graph file has no modules"),
         ("run x.py:f --placement p.json --steps 1 --inference --resume", "are for training"),
         ("show p.json --target {graph}", "give --html"),
+        ("show grph.json", "there is no file grph.json; did you mean graph.json?"),
+        ("show .", ".: is a directory"),
+        ("optimize grph.json --cluster {cluster}", "no file grph.json; did you mean graph.json?"),
+        ("optimize none.py:build", "there is no file none.py"),
+        ("optimize none.onnx?batch=2 --inference", "there is no file none.onnx"),
+        ("optimize {graph} --cluster clutser.toml", "did you mean cluster.toml?"),
         ("train", "give --out"),
         ("train --out x --policy generalist", "--policy needs --evaluate"),
         ("train --evaluate families", "takes --policy NAME"),
@@ -137,42 +123,24 @@ def test_bad_options_are_refused_before_any_work(
         ("train --out x --workers 2 --ray", "--workers or --ray"),
     ],
 )
-def test_options_that_contradict_each_other_are_bad_usage(
-    command: str, words: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    graph, cluster = files()
-    before = graph.read_bytes()
-    filled = [word.format(graph=graph, cluster=cluster) for word in command.split()]
-    out = tmp_path / "placement.json"
-    filled += ["--out", str(out)] if filled[0] == "optimize" and "--out" not in filled else []
-    assert main(filled) == 2
-    assert words in capsys.readouterr().err
-    assert graph.read_bytes() == before
-    assert not out.exists()
-
-
-def test_a_file_that_is_missing_is_named_with_its_neighbour(
-    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_options_that_cannot_be_used_are_refused_before_any_work(
+    command: str,
+    words: str,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     graph, cluster = files()
     monkeypatch.chdir(graph.parent)
-    meant = "; did you mean graph.json?"
-    for arguments, text in (
-        (["show", "grph.json"], f"there is no file grph.json{meant}"),
-        (["show", "."], ".: is a directory"),
-        (["optimize", "grph.json", "--cluster", cluster.name], f"no file grph.json{meant}"),
-        (["optimize", "none.py:build"], "there is no file none.py"),
-        (["optimize", "none.onnx?batch=2", "--inference"], "there is no file none.onnx"),
-        (
-            ["optimize", graph.name, "--cluster", "clutser.toml"],
-            "no file clutser.toml; did you mean cluster.toml?",
-        ),
-    ):
-        assert main(arguments) == 2
-        error = capsys.readouterr().err
-        assert text in error
-        assert "Errno" not in error
-        assert "Estimated duration" not in error
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    filled = [word.format(graph=graph, cluster=cluster) for word in command.split()]
+    filled += ["--out", "p.json"] if filled[0] == "optimize" and "--out" not in filled else []
+    assert main(filled) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "never/loaded.py" not in error
+    assert "Errno" not in error
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
 
 def test_a_placement_of_another_graph_is_refused(
