@@ -115,8 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if args.inference:
         return _infer(args)
     request = _request(args)
-    from placer.parallel.liveness import StoppedError
-    from placer.parallel.processes import own_rank
+    from placer.parallel.processes import StoppedError, own_rank
     from placer.parallel.run import prepare_run, train_rank
 
     rank = own_rank()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -49,11 +48,7 @@ class Format(Protocol):
     """Writes placements for one runtime."""
 
     def __call__(self, placed: PlacedModules) -> FormatOutput:
-        """Return the placement in the runtime's format.
-
-        Raises:
-            ExportError: the runtime cannot run it; the message names the module.
-        """
+        """Return the placement in the runtime's format."""
         ...
 
 
@@ -112,45 +107,31 @@ class Exported:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class StepPredictor:
-    """Predicts the steps of exports of a placement.
+    """Predicts the steps of exports of a placement."""
 
-    ``calls`` holds the call key of every op of the problem, ``renamed`` is {device of the
-    placement: device of the export}.
-    """
-
-    problem: Problem
-    placement: Placement
-    calls: tuple[str, ...]
-    renamed: Mapping[str, str]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         problem: Problem,
         placement: Placement,
         extraction: Extraction,
         renamed: Mapping[str, str] | None = None,
-    ) -> StepPredictor:
-        """Return the predictor of a placement of a problem's ops, made from the extraction."""
-        return cls(
-            problem=problem,
-            placement=placement.aligned(problem.graph, problem.cluster),
-            calls=call_keys(extraction, problem.graph),
-            renamed=dict(renamed or {}),
-        )
+    ) -> None:
+        """Take a placement of a problem's ops; ``renamed`` is {its device: exported device}."""
+        self.problem = problem
+        self.placement = placement.aligned(problem.graph, problem.cluster)
+        self._calls = call_keys(extraction, problem.graph)  # of every op
+        self._renamed = renamed or {}
+        self._simulated = Simulated(problem)
 
     def step(self, runs_on: Mapping[str, str]) -> StepResult:
         """Predict the step if calls run on {call: device of the export}."""
-        [result] = Simulated(self.problem).evaluate([self.exported_placement(runs_on)])
-        return result
+        return self._simulated.evaluate([self.exported_placement(runs_on)])[0]
 
-    @cached_property
+    @property
     def placed_step(self) -> StepResult:
         """Return the predicted step of the placement itself."""
-        [result] = Simulated(self.problem).evaluate([self.placement])
-        return result
+        return self._simulated.evaluate([self.placement])[0]
 
     def exported_placement(self, runs_on: Mapping[str, str]) -> Placement:
         """Return the placement with all ops of a call on one device, in program order.
@@ -159,11 +140,11 @@ class StepPredictor:
         keep their device; ops that must share a device follow the first of them.
         """
         graph, names = self.problem.graph, self.problem.cluster.names
-        index = {self.renamed.get(name, name): d for d, name in enumerate(names)}
+        index = {self._renamed.get(name, name): d for d, name in enumerate(names)}
         devices = np.array(self.placement.devices)
         home: dict[int, int] = {}
         for i in graph.topological.tolist():
-            device = index.get(runs_on.get(self.calls[i], ""), int(devices[i]))
+            device = index.get(runs_on.get(self._calls[i], ""), int(devices[i]))
             group = int(graph.group[i])
             devices[i] = device if group < 0 else home.setdefault(group, device)
         rank = np.empty(self.problem.op_count)
@@ -189,7 +170,7 @@ def export_extracted(
     """
     predictor = None
     if problem is not None:
-        predictor = StepPredictor.of(problem, placement, extraction, renamed)
+        predictor = StepPredictor(problem, placement, extraction, renamed)
     placed = PlacedModules.of(
         extraction,
         placement,

@@ -10,11 +10,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from graphs.extract import Workload
+from placer.replicate.sources import part_of_batch
 
 Batch: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional inputs and keywords of a training step, including the target of its loss."""
-
-
 Batches: TypeAlias = Callable[[int], Batch]
 """Training data: a number, counted from 0, gives the same batch on every rank and in every run."""
 
@@ -64,8 +63,7 @@ class FromFunction:
 class Shards:
     """Batches cut into equal parts along the first dimension of their tensors.
 
-    Batch ``number`` is part ``number % parts`` of the whole batch ``number // parts``. Tensors
-    without dimensions are the same in every part.
+    Batch ``number`` is part ``number % parts`` of the whole batch ``number // parts``.
     """
 
     def __init__(self, whole: Batches, parts: int) -> None:
@@ -78,19 +76,7 @@ class Shards:
         whole, part = divmod(number, self.parts)
         if self._last is None or self._last[0] != whole:
             self._last = whole, self.whole(whole)
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.ndim:
-                return tensor
-            size, rest = divmod(len(tensor), self.parts)
-            if rest or not size:
-                raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} in a batch cannot be cut into "
-                    f"{self.parts} equal parts"
-                )
-            return tensor[part * size : (part + 1) * size]
-
-        shard: Batch = tree_map_only(torch.Tensor, cut, self._last[1])
+        shard: Batch = part_of_batch(self._last[1], self.parts, part)
         return shard
 
 
@@ -132,9 +118,6 @@ class Blocks:
             period: steps per block, the period of the averages.
             accumulate: batches per step of each rank, as in the run.
             seed: seed of the sample order.
-
-        Raises:
-            ValueError: tensors have different numbers of samples, or too few for a block.
         """
         sizes = {len(tensor) for tensor in data}
         if len(sizes) != 1:

@@ -13,8 +13,8 @@ from torch import nn
 
 from envs.replication import BUCKET_BYTES
 from placer.parallel.buckets import Bucket, filled_buckets
-from placer.parallel.groups import check_same
 from placer.parallel.methods.reductions import AllReduce, Reduction
+from placer.parallel.processes import check_same
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -60,10 +60,6 @@ class GradSync:
                 is all ranks.
             accumulate: backward passes per step, whose gradients are added up.
             bucket_bytes: maximum bytes per bucket, except for larger single parameters.
-
-        Raises:
-            ValueError: no parameter needs a gradient, or replicas differ in shapes, strides or
-                devices.
         """
         self.accumulate = accumulate
         self.buckets = filled_buckets(dict(module.named_parameters()), bucket_bytes, accumulate)
@@ -97,11 +93,7 @@ class GradSync:
             bucket.flat.zero_()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all; gradients are means afterwards.
-
-        Raises:
-            RuntimeError: another rank is gone, or took longer than the timeout of the group.
-        """
+        """Reduce the remaining buckets and wait for all; gradients are means afterwards."""
         with self._lock:
             for group, queue in self._queues.items():
                 for bucket in queue:

@@ -15,17 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from graphs.printable import escaped
 from graphs.strict_json import brief
-from placer.parallel.groups import rank_list, wire_device
+from placer.parallel.processes import StoppedError, Store, rank_list, wire_device
 
-Store: TypeAlias = Any
-"""``torch.distributed.Store``, which type checkers do not know."""
 SECRET_BYTES: Final = 32
 RUN_FAILED: Final = 1
 """Exit status of a rank that fails."""
@@ -36,14 +34,6 @@ MISSED: Final = 4
 
 class PeerError(RuntimeError):
     """Other ranks are gone or hang; the message names them."""
-
-
-class StoppedError(BaseException):
-    """The launcher stops this rank, which it does when another rank has failed.
-
-    It can be raised anywhere, and code that tries something that may fail (an extractor) must let
-    it pass.
-    """
 
 
 def leave(message: str) -> None:

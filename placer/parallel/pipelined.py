@@ -30,6 +30,7 @@ from placer.exports.pipelining import pipeline_stages
 from placer.exports.placed_modules import PlacedModules
 from placer.parallel.methods.registry import SyncConfig
 from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
+from placer.replicate.sources import part_of_batch
 
 REPLICAS: Final = "dp"
 STAGES: Final = "place"
@@ -59,11 +60,6 @@ class PipelinedReplica:
             mesh: device mesh with dimensions "dp" and "place".
             micro_batches: number of parts of a batch along the first dimension of its tensors.
             schedule: a schedule of ``torch.distributed.pipelining`` with one stage per rank.
-
-        Raises:
-            ExportError: the placement is not a chain, or torch cannot split the model there.
-            ValueError: the step has no loss function, the mesh has another number of stages, or the
-                batch cannot be split into this many micro-batches.
         """
         step = extraction.step
         if step.loss is None:
@@ -80,8 +76,8 @@ class PipelinedReplica:
         self.index = mesh[STAGES].get_local_rank()
         pipe = pipeline(
             step.model,
-            _first_part(step.model_inputs, micro_batches),
-            _first_part(dict(step.keywords), micro_batches),
+            part_of_batch(step.model_inputs, micro_batches),
+            part_of_batch(dict(step.keywords), micro_batches),
             split_spec=dict.fromkeys(starts, SplitPoint.BEGINNING),
         )
         # Shapes come from the traced graph: otherwise torch infers them with a backward pass,
@@ -132,14 +128,3 @@ class PipelinedReplica:
 
 def _moved(values: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
-
-
-def _first_part(values: Any, parts: int) -> Any:
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or len(tensor) % parts:
-            raise ValueError(
-                f"an input of shape {tuple(tensor.shape)} cannot be cut into {parts} micro-batches"
-            )
-        return tensor[: len(tensor) // parts]
-
-    return tree_map_only(torch.Tensor, cut, values)

@@ -18,11 +18,18 @@ from envs.runtime import tensor_device
 from graphs.extract import Workload, extract
 from placer.applying import apply_extracted
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
-from placer.parallel.groups import check_same, groups_of_slots
-from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_secret
+from placer.parallel.liveness import Liveness, RunStore, shared_secret
 from placer.parallel.methods.sync import make_sync
 from placer.parallel.plan import RunPlan, RunRequest, run_plan
-from placer.parallel.processes import joined, on_own_devices, rank_count, stop_on_sigterm
+from placer.parallel.processes import (
+    StoppedError,
+    check_same,
+    groups_of_slots,
+    joined,
+    on_own_devices,
+    rank_count,
+    stop_on_sigterm,
+)
 from placer.parallel.training import Checkpoint, Replica, Trained, train
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.sources.target import load_function, load_step
@@ -103,11 +110,6 @@ def train_rank(
 
     On rank 0 ``started`` is called with the number of ranks, when all have joined and agree, and
     ``progress`` with each step and its loss.
-
-    Raises:
-        ValueError: ranks differ in their placements or options, or a checkpoint is of another run.
-        RuntimeError: another rank is gone; the message names it.
-        StoppedError: the launcher stops this rank.
     """
     request, sync_config = run.request, run.plan.sync
     cuda = [name for name in run.local.device_names if name.startswith("cuda")]

@@ -25,8 +25,8 @@ from envs.executors.cores.placed_model import PlacedModel
 from graphs.files import write_whole
 from graphs.strict_json import fields, load_checked, table, text, whole
 from placer.parallel.data import Batch, Batches, numbers_of
-from placer.parallel.groups import check_same
 from placer.parallel.methods.sync import Sync
+from placer.parallel.processes import check_same
 from placer.state_file import StateFileError, read_state, write_state
 
 FORMAT: Final = "placer-run/1"
@@ -107,12 +107,7 @@ class Checkpoint:
                 path.unlink()
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the completed steps and the state of this rank; None if there is no file.
-
-        Raises:
-            ValueError: it is not a checkpoint, is of another run, or only some ranks find it.
-            OSError: it cannot be read.
-        """
+        """Return the completed steps and the state of this rank; None if there is no file."""
         exists = self.path.exists()
         check_same(f"the existence of {self.path}", str(exists))
         if not exists:

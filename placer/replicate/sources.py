@@ -41,11 +41,7 @@ class StepSource:
         return {} if self.whole.runtime is None else self.whole.runtime.gradient_makers()
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the graph for one of ``parts`` equal parts of the batch.
-
-        Raises:
-            ValueError: the inputs cannot be divided so, or the smaller step cannot be extracted.
-        """
+        """Return the graph for one of ``parts`` equal parts of the batch."""
         if parts == 1:
             return self.whole.graph
         if self.whole.extraction is None:
@@ -86,12 +82,28 @@ def with_part_of_inputs(step: Workload, parts: int) -> Workload | None:
     size = batch_size(step)
     if size is None or size % parts:
         return None
+    inputs, keywords = part_of_batch((step.inputs, dict(step.keywords)), parts)
+    return replace(step, inputs=inputs, keywords=keywords)
+
+
+def part_of_batch(values: Any, parts: int, index: int = 0) -> Any:
+    """Return one of equal parts of all tensors in nested values, along their first dimension.
+
+    Tensors without dimensions are the same in every part.
+    """
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.ndim == 0 else tensor[: size // parts]
+        if not tensor.ndim:
+            return tensor
+        size, rest = divmod(len(tensor), parts)
+        if rest or not size:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} in a batch cannot be cut into {parts} "
+                "equal parts"
+            )
+        return tensor[index * size : (index + 1) * size]
 
-    inputs, keywords = _mapped((step.inputs, dict(step.keywords)), cut)
-    return replace(step, inputs=inputs, keywords=keywords)
+    return _mapped(values, cut)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from placer.parallel.grad_sync import broadcast_state
-from placer.parallel.groups import new_group
 from placer.parallel.methods.block_averager import flat_of, write
 from placer.parallel.methods.sync import GroupOf, MakeOptimizer
+from placer.parallel.processes import new_group
 
 PUSH: Final = 0
 DONE: Final = 1
@@ -119,11 +119,7 @@ class Server:
             thread.start()
 
     def push(self, gradient: torch.Tensor, version: int) -> tuple[int, torch.Tensor]:
-        """Apply a gradient (P,) computed at a version; return the new version and parameters (P,).
-
-        Raises:
-            RuntimeError: a worker is gone.
-        """
+        """Apply a gradient (P,) made at a version; return the new version and parameters (P,)."""
         self._check_complete()
         with self._lock:
             self._staleness[self._version - version] += 1

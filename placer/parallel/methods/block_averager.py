@@ -89,9 +89,6 @@ class BlockAverager:
             inner: the worker's own optimizer, whose momentum may be reset.
             workers: number of workers; by default all ranks.
             mean: averages over the workers, by default over all ranks.
-
-        Raises:
-            ValueError: period is below 1.
         """
         if period < 1:
             raise ValueError(f"a block has {period} steps, below 1")

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from placer.parallel.buckets import Bucket, Pending
-from placer.parallel.groups import wire_device
 from placer.parallel.methods.reductions import AllReduce, Then, all_gather
 from placer.parallel.methods.registry import WARMUP_STEPS
+from placer.parallel.processes import wire_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,18 +1,23 @@
-"""Reductions of buckets: sums in full or half precision, level by level, and by DDP hooks."""
+"""Reductions of buckets: sums in full or half precision, level by level, DDP hooks, PowerSGD."""
 
 from __future__ import annotations
 
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 
 from placer.parallel.buckets import Bucket, Pending
-from placer.parallel.groups import digests, new_group
+from placer.parallel.methods.registry import WARMUP_STEPS
+from placer.parallel.processes import digests, new_group
+
+_POWER_SGD_TENSORS: Final = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class Reduction(Protocol):
@@ -164,6 +169,50 @@ class HookReduction(Reduction):
                 flat.copy_(mean)
 
         return Then(future, take)
+
+
+class PowerSgd(HookReduction):
+    """PowerSGD from torch: gradient matrices are sent as products of two low-rank factors.
+
+    With error feedback (Vogels, Karimireddy and Jaggi, NeurIPS 2019).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        approximation_rank: int = 2,
+        warmup_steps: int = WARMUP_STEPS,
+    ) -> None:
+        """Set the rank of the approximation and the number of initial plain all-reduce steps."""
+        if warmup_steps < 2:  # torch requires buckets that no longer change
+            raise ValueError(f"PowerSGD begins after 2 steps at the earliest, not {warmup_steps}")
+        state = PowerSGDState(
+            process_group=group if group is not None else dist.group.WORLD,
+            matrix_approximation_rank=approximation_rank,
+            start_powerSGD_iter=warmup_steps,
+        )
+        super().__init__(powerSGD_hook, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps so far, the residuals, the factors and the random generator's state."""
+        kind, keys, *rest = self.state.rng.get_state()
+        kept = {
+            name: {str(i): tensor.clone() for i, tensor in getattr(self.state, name).items()}
+            for name in _POWER_SGD_TENSORS
+        }
+        random = {"kind": kind, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": rest}
+        return {**kept, "iter": self.state.iter, "random": random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank."""
+        for name in _POWER_SGD_TENSORS:
+            tensors = {int(index): tensor.clone() for index, tensor in state[name].items()}
+            setattr(self.state, name, tensors)
+        self.state.iter = state["iter"]
+        random = state["random"]
+        keys = random["keys"].numpy().astype(np.uint32)
+        self.state.rng.set_state((random["kind"], keys, *random["rest"]))
 
 
 class Then:

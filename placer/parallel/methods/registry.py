@@ -53,7 +53,7 @@ METHODS: Final = (
     Method(
         "powersgd",
         "reduction",
-        "powersgd:PowerSgd",
+        "reductions:PowerSgd",
         "gradients as products of thin matrices, with error feedback",
         ("approximation_rank", "warmup_steps"),
         WARMUP_STEPS,

@@ -134,9 +134,6 @@ def make_sync(
         make_optimizer: makes the optimizer for some parameters.
         config: method and options; by default the mean of gradients in every step.
         group_of: returns the process group of a device, None for all ranks.
-
-    Raises:
-        ValueError: the replicas do not match, or the method cannot work on them.
     """
     config = config or SyncConfig()
     method = method_named(config.method)

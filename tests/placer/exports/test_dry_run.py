@@ -174,7 +174,7 @@ def test_a_loss_is_computed_where_the_output_is_returned_but_is_no_part_of_the_m
     assert set(flow(extraction.forward, extraction.step, {"": "cuda:0"}, "cuda:0").of_loss) == {
         op for op, device in zip(graph, on_second, strict=True) if device and "backward" not in op
     }
-    predictor = StepPredictor.of(problem, placement, extraction)
+    predictor = StepPredictor(problem, placement, extraction)
     assert predictor.step({"second:linear": "cuda:0"}).step_s == predictor.placed_step.step_s
 
 

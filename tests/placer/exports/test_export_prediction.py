@@ -75,7 +75,7 @@ def test_ops_go_where_their_call_is_and_others_stay() -> None:
     extraction = block()
     problem = problem_of(extraction)
     renamed = {"cuda:0": "gpu one", "cuda:1": "gpu two"}
-    predictor = StepPredictor.of(problem, alternating(extraction), extraction, renamed)
+    predictor = StepPredictor(problem, alternating(extraction), extraction, renamed)
     placed = predictor.placement
     by_module = PlacedModules.of(extraction, alternating(extraction)).by_module
     exported = predictor.exported_placement(by_module({"0": "gpu one", "1": "gpu two"}))

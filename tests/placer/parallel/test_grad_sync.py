@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from placer.parallel.buckets import filled_buckets
 from placer.parallel.grad_sync import GradSync
-from placer.parallel.groups import groups_of_slots
+from placer.parallel.processes import groups_of_slots
 from tests.helpers.ranks import RankError, on_ranks
 from tests.helpers.replicas import (
     backward,

@@ -107,7 +107,7 @@ def replica_on(shape: tuple[int, int], micro_batches: int) -> None:
     ("shape", "micro_batches", "message"),
     [
         ((2, 1), MICRO_BATCHES, "the placement has 2 stages, the mesh 1"),
-        ((1, 2), 3, r"shape \(8, 6\) cannot be cut into 3 micro-batches"),
+        ((1, 2), 3, r"shape \(8, 6\) in a batch cannot be cut into 3 equal parts"),
     ],
 )
 def test_what_does_not_fit_the_mesh_is_refused(

@@ -16,18 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from placer.parallel.buckets import Bucket, filled_buckets
 from placer.parallel.grad_sync import GradSync
-from placer.parallel.groups import new_group
 from placer.parallel.methods.onebit import OneBit
-from placer.parallel.methods.powersgd import PowerSgd
 from placer.parallel.methods.reductions import (
     AllReduce,
     BFloat16,
     Float16,
     Hierarchical,
     HookReduction,
+    PowerSgd,
     Reduction,
     levels_of,
 )
+from placer.parallel.processes import new_group
 from tests.helpers.ranks import RankError, on_ranks
 from tests.helpers.replicas import backward, mlp, mse, own_batch, parameters
 

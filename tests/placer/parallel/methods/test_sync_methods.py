@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from placer.parallel import BlockAverager, BlockUpdate, Sync, SyncConfig, make_sync
-from placer.parallel.groups import new_group
 from placer.parallel.methods.block_averager import AVERAGING, BMUF
-from placer.parallel.methods.powersgd import PowerSgd
+from placer.parallel.methods.reductions import PowerSgd
 from placer.parallel.methods.registry import METHODS, method_named
+from placer.parallel.processes import new_group
 from tests.helpers.ranks import RankError, on_ranks
 from tests.helpers.replicas import (
     backward,
