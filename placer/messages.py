@@ -263,45 +263,29 @@ def no_optimizer(problem: Problem) -> str:
 
 def extraction_remarks(extraction: Extraction) -> list[str]:
     """Return remarks on the extraction, the most important first."""
-    remarks = [
-        _depends_on_data(extraction),
-        _modules(extraction),
-        *(f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back),
-        _lstm(extraction),
-    ]
-    return [remark for remark in remarks if remark]
-
-
-def _depends_on_data(extraction: Extraction) -> str:
-    from graphs.extract.errors import shown_lines
-
-    if not extraction.depends_on_data:
-        return ""
-    return (
-        "The placement is for the example inputs: the model reads values of tensors "
-        f"({shown_lines(extraction.depends_on_data)}), so that other inputs may take another path."
-    )
-
-
-def _modules(extraction: Extraction) -> str:
-    if extraction.step_program is not None:
-        return ""
-    return (
-        "This is a graph of modules: cuda:N and cpu run the model's own code, for other devices "
-        "the predicted step time counts."
-    )
-
-
-def _lstm(extraction: Extraction) -> str:
     from graphs.extract.errors import shown_lines
     from graphs.extract.export.trace import lstm_layers
 
-    if not extraction.step.training or not (layers := lstm_layers(extraction.step)):
-        return ""
-    return (
-        f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: times and bytes saved for "
-        "backward may differ from those of torch's fused kernel, which the unplaced model uses."
-    )
+    remarks = []
+    if extraction.depends_on_data:
+        remarks.append(
+            "The placement is for the example inputs: the model reads values of tensors "
+            f"({shown_lines(extraction.depends_on_data)}), so that other inputs may take another "
+            "path."
+        )
+    if extraction.step_program is None:
+        remarks.append(
+            "This is a graph of modules: cuda:N and cpu run the model's own code, for other "
+            "devices the predicted step time counts."
+        )
+    remarks += [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
+    if extraction.step.training and (layers := lstm_layers(extraction.step)):
+        remarks.append(
+            f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: times and bytes saved "
+            "for backward may differ from those of torch's fused kernel, which the unplaced model "
+            "uses."
+        )
+    return remarks
 
 
 # --- the legend of the table of candidates

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from graphs.extract import Extraction
 
 HELP: Final = "write a placement as a device_map, pipeline split, layer counts or overrides"
-_FORMATS: Final = "\n".join(f"  {name:16}{entry.description}" for name, entry in FORMATS.items())
+_FORMATS: Final = "\n".join(f"  {name:16}{text}" for name, (_, text) in FORMATS.items())
 EPILOG: Final = f"""\
 formats:
 {_FORMATS}

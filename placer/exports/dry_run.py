@@ -24,7 +24,6 @@ INPUTS: Final = "<inputs>"
 SELF_RETURNING: Final = frozenset({"to", "contiguous", "dropout", "alias"})
 
 
-@dataclass(frozen=True, slots=True)
 class Hooks:
     """Hooks of a dispatched model, see accelerate's ``attach_align_device_hook_on_blocks``.
 
@@ -33,26 +32,21 @@ class Hooks:
     hooked by the outermost module of the map around them.
     """
 
-    runs_on: Mapping[str, str]
-    sends_to: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module, device_of: Mapping[str, str], main_device: str) -> Hooks:
-        """Return the hooks of a map, {module: device}, for a model fed on the main device.
+    def __init__(self, model: nn.Module, device_of: Mapping[str, str], main_device: str) -> None:
+        """Take a map, {module: device}, of a model that is fed on the main device.
 
         Modules that the map puts on the CPU are offloaded and compute on the main device; so does
         the model as a whole, if the map names it beside others.
         """
-        runs_on = {
+        self.runs_on = {
             path: main_device if device == HOST or not path else device
             for path, device in device_of.items()
         }
-        sends_to = dict(runs_on)
-        for path in _with_state(model) - runs_on.keys():
-            if (outer := _outermost(path, runs_on)) is not None:
-                sends_to[path] = runs_on[outer]
-        sends_to[""] = main_device
-        return cls(runs_on, sends_to)
+        self.sends_to = dict(self.runs_on)
+        for path in _with_state(model) - self.runs_on.keys():
+            if (outer := _outermost(path, self.runs_on)) is not None:
+                self.sends_to[path] = self.runs_on[outer]
+        self.sends_to[""] = main_device
 
     def entering(self, module: str, made_in: str) -> str | None:
         """Return the device to which a value moves when it enters a module, None if it stays."""
@@ -75,17 +69,6 @@ class Conflict:
     producers: tuple[str, ...]
     op: str
     is_followed: bool = True
-
-    def description(self, model: nn.Module) -> str:
-        """Return the op and its code, as in ``cat in Layer.forward of layers.0``."""
-        code = f"{self.op} in {type(model.get_submodule(self.module)).__name__}.forward"
-        return f"{code} of {self.module}" if self.module else code
-
-    @property
-    def origins(self) -> str:
-        """Return the producers of what the op reads, as in ``left and right``."""
-        names = {INPUTS: "the inputs of the model", "": "the rest of the model"}
-        return " and ".join(names.get(producer, producer) for producer in self.producers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +115,7 @@ def flow(
     devices: dict[str, str] = {}
     of_loss: set[str] = set()
     unknown: set[str] = set()
-    hooks = Hooks.of(step.model, device_of, main_device)
+    hooks = Hooks(step.model, device_of, main_device)
     path_of = canonical_paths(step.model)
     values, targets = _sources(program, step, hooks, main_device)
     for call in program.calls:

@@ -17,7 +17,7 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
 from graphs.names import suggestion
-from placer.exports.dry_run import Hooks, flow, main_device_of
+from placer.exports.dry_run import INPUTS, Hooks, flow, main_device_of
 from placer.exports.placed_modules import around, canonical_paths, parent
 
 MOST_NAMED: Final = 3
@@ -64,11 +64,14 @@ class DeviceMap:
         if extraction.forward_program is None or len(self.device_names) == 1:
             return ""
         if conflict := flow(extraction.forward_program, step, device_of, fed).conflict:
+            code = f"{type(model.get_submodule(conflict.module)).__name__}.forward"
+            names = {INPUTS: "the inputs of the model", "": "the rest of the model"}
+            producers = " and ".join(names.get(each, each) for each in conflict.producers)
             return (
-                f"{OP_BY_OP}{conflict.description(model)} fails, since what {conflict.origins} "
-                "give is on several devices"
+                f"{OP_BY_OP}{conflict.op} in {code}{conflict.module and f' of {conflict.module}'} "
+                f"fails, since what {producers} give is on several devices"
             )
-        computed = Hooks.of(model, device_of, fed).runs_on
+        computed = Hooks(model, device_of, fed).runs_on
         others = [path for path, name in device_of.items() if computed[path] != name]
         if not others:
             return ""

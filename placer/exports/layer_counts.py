@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, Final
 
 from torch import nn
@@ -34,11 +34,15 @@ def layer_counts(placed: PlacedModules) -> FormatOutput:
         others = {placed.home(unit) for unit in placed.units()} - {devices[0]}
         what = f"layers of {stack.path or 'the model'}" if others else "modules"
         raise ExportError(f"all {what} are on {devices[0]}: there is nothing to split")
-    _check_order(stack, devices)
+    order = [device for device, _ in runs]
+    if again := next((device for k, device in enumerate(order) if device in order[:k]), None):
+        raise ExportError(
+            f"the placement is no pipeline: layers go back to {again}, which was left before"
+        )
     counts = [count for _, count in runs]
     content: dict[str, Any] = {
         "layers": stack.path,
-        "stages": [device for device, _ in runs],
+        "stages": order,
         "counts": counts,
         "vllm": {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, counts))},
     }
@@ -85,14 +89,3 @@ def _only_stack(placed: PlacedModules) -> Stack:
         f"{name} has {len(lists)} lists of layers, {', '.join(stack.path for stack in lists)}, but "
         "counts are of one; the format pipeline names split points instead"
     )
-
-
-def _check_order(stack: Stack, devices: list[str]) -> None:
-    left: set[str] = set()
-    for layer, (before, device) in zip(stack.layers[1:], pairwise(devices), strict=True):
-        left |= {before} if before != device else set()
-        if device in left:
-            raise ExportError(
-                f"the placement is no pipeline: layer {layer} goes back to {device}, which was "
-                "left before"
-            )

@@ -267,11 +267,10 @@ def stacks(model: nn.Module) -> list[Stack]:
     return outermost
 
 
-def layer_of(module: str, outermost: list[Stack]) -> str | None:
+def layer_of(module: str, model_stacks: Iterable[Stack]) -> str | None:
     """Return the layer that contains a module, None if there is none."""
-    return next(
-        (layer for stack in outermost for layer in stack.layers if is_inside(module, layer)), None
-    )
+    layers = (layer for stack in model_stacks for layer in stack.layers)
+    return next((layer for layer in layers if is_inside(module, layer)), None)
 
 
 def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
@@ -309,8 +308,7 @@ def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
 
 
 def _units(module: nn.Module, path: str) -> Iterator[str]:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if tensors:
+    if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         yield path
         return
     for name, child in module.named_children():

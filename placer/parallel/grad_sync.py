@@ -142,13 +142,8 @@ def broadcast_state(
 
 
 def _form(queue: list[Bucket]) -> str:
-    members = [
-        (bucket, name, parameter)
-        for bucket in queue
-        for name, parameter in zip(bucket.names, bucket.parameters(), strict=True)
-    ]
     return "; ".join(
-        f"{bucket.flat.device.type} {name} {tuple(parameter.shape)} {parameter.stride()} "
-        f"{parameter.dtype}"
-        for bucket, name, parameter in members
+        f"{p.device.type} {name} {tuple(p.shape)} {p.stride()} {p.dtype}"
+        for bucket in queue
+        for name, p in zip(bucket.names, bucket.parameters(), strict=True)
     )

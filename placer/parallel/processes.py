@@ -191,8 +191,9 @@ def on_own_group(placement: Placement, rank: int, first: int, local_ranks: int) 
     same_host = [k for k, names in enumerate(hosts) if names == hosts[rank]]
     if same_host != ranks:
         raise ValueError(
-            f"replicas {_numbers(same_host)} are on host {hosts[rank][0] or 'of this run'}, which "
-            f"has ranks {_numbers(ranks)}: start as many ranks on every host as it has replicas"
+            f"replicas {', '.join(map(str, same_host))} are on host "
+            f"{hosts[rank][0] or 'of this run'}, which has {rank_list(ranks)}: start as many "
+            "ranks on every host as it has replicas"
         )
     device_of = dict(zip(groups[0], groups[rank], strict=True))
     if missing := [name for name in placement.device_names if name not in device_of]:
@@ -217,7 +218,3 @@ def on_next_devices(
     if not all(is_here(name) for names in renamed for name in names):
         return placement, local_ranks > 1
     return replace(placement, device_names=renamed[local_rank]), False
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"

@@ -47,10 +47,6 @@ class BlockUpdate:
         if not self.rate > 0:
             raise ValueError(f"block rate {self.rate} is not above 0")
 
-    def momentum_of(self, workers: int) -> float:
-        """Return the momentum for this number of workers."""
-        return 1 - 1 / workers if self.momentum is None else self.momentum
-
 
 AVERAGING: Final = BlockUpdate(momentum=0.0, reset_inner=False)
 BMUF: Final = BlockUpdate()
@@ -101,7 +97,9 @@ class BlockAverager:
         self._parameters = _by_device_and_dtype(p for p in module.parameters() if p.requires_grad)
         self._buffers = _by_device_and_dtype(b for b in module.buffers() if b.is_floating_point())
         self._base = [nn.Parameter(flat_of(group)) for group in self._parameters]  # W_g
-        momentum = update.momentum_of(workers or dist.get_world_size())
+        momentum = update.momentum
+        if momentum is None:
+            momentum = 1 - 1 / (workers or dist.get_world_size())
         self._is_plain = momentum == 0 and update.rate == 1
         self._outer = torch.optim.SGD(
             self._base,

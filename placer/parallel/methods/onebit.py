@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from placer.parallel.buckets import Bucket, Pending
-from placer.parallel.methods.reductions import AllReduce, Then, all_gather
+from placer.parallel.methods.reductions import AllReduce, Then, all_gather, begun
 from placer.parallel.methods.registry import WARMUP_STEPS
 from placer.parallel.processes import wire_device
 
@@ -68,11 +68,6 @@ class Segments:
         """Numbers per row."""
         return self.of.shape[1]
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of an encoded row: a bit per number, two float32 per segment."""
-        return self.length // 8 + 8 * self.count
-
     @cached_property
     def runs(self) -> Runs:
         """The segments as contiguous runs: sums over these take a fifth of the time."""
@@ -83,10 +78,6 @@ class Segments:
         row = start // self.length
         length = np.diff(start, append=of.size)
         return Runs(row=row, segment=of.ravel()[start], start=start, length=length)
-
-    def only(self, row: int) -> Segments:
-        """Return the segments of one row."""
-        return Segments(self.of[row : row + 1], self.count)
 
     @classmethod
     def of_sizes(cls, sizes: list[int], stripes: int) -> Segments:
@@ -107,8 +98,9 @@ class Segments:
 
 
 def encode(rows: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode rows (R, L) float32 as uint8 (R, row_bytes); also return their decoded values (R, L).
+    """Encode rows (R, L) float32 as uint8 (R, B); also return their decoded values (R, L).
 
+    The B bytes of a row are a bit per number and two float32 per segment, L / 8 + 8 count.
     The two values of a segment are the means of its numbers below 0 and of the others, which
     minimize the squared error for these bits (Seide et al.).
     """
@@ -128,7 +120,7 @@ def encode(rows: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.
 
 
 def decode(wire: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Decode rows of bytes (R, row_bytes) to (R, L); a single row of segments applies to all."""
+    """Decode rows of bytes (R, B) to (R, L); a single row of segments applies to all."""
     runs, coded = segments.runs, wire.numpy()
     border = segments.length // 8
     above = np.unpackbits(coded[:, :border], axis=1).view(np.bool_)
@@ -154,8 +146,8 @@ class Coder:
     def of_sizes(cls, sizes: Sequence[int], ranks: int, rank: int) -> Coder:
         """Return a coder for a bucket of parameters of these sizes, with zero residuals."""
         segments = Segments.of_sizes(list(sizes), ranks)
-        empty = torch.zeros(segments.rows, segments.length)
-        return cls(segments, segments.only(rank), empty, empty[:1].clone())
+        mine = Segments(segments.of[rank : rank + 1], segments.count)
+        return cls(segments, mine, torch.zeros(segments.of.shape), torch.zeros(mine.of.shape))
 
     def encoded(self, flat: torch.Tensor) -> torch.Tensor:
         """Encode gradients (P,), one row for the owner of each stripe."""
@@ -212,8 +204,7 @@ class OneBit:
         flat, coder = bucket.buffer(), self._coder_of(bucket)
         wire = coder.encoded(flat).to(wire_device(self.group))
         received = torch.empty_like(wire)
-        work = dist.all_to_all_single(received, wire, group=self.group, async_op=True)
-        assert work is not None
+        work = begun(dist.all_to_all_single(received, wire, group=self.group, async_op=True))
 
         def finish() -> None:
             answer = coder.answer(received.cpu()).to(wire_device(self.group))

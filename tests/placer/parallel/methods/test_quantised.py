@@ -30,7 +30,7 @@ def test_numbers_become_the_means_of_their_sign_in_their_segment(
     segments = Segments.of_sizes(sizes, stripes)
     rows = torch.randn(stripes, segments.length, generator=torch.Generator().manual_seed(seed))
     wire, sent = encode(rows, segments)
-    assert wire.shape == (stripes, segments.row_bytes)
+    assert wire.shape == (stripes, segments.length // 8 + 8 * segments.count)
     for row, of, decoded in zip(rows, segments.of, sent, strict=True):
         torch.testing.assert_close(decoded, plain_row(row, of))
     assert torch.equal(decode(wire, segments), sent)
