@@ -11,11 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from envs.backend import ProgressCallback
 from envs.costs.cached_costs import OpCosts, first_of_kinds
@@ -75,9 +71,7 @@ class CoreRuntime:
         Kinds without a core set on this machine get a roofline estimate from their rates.
         """
         check_cluster(cluster)
-        here = first_of_kinds(
-            [device for device in cluster.devices if is_local_core_set(device.name)]
-        )
+        here = first_of_kinds([one for one in cluster.devices if is_local_core_set(one.name)])
         described = [device for device in cluster.devices if device.kind not in here]
         costs = core_costs(self.extraction, progress).costs(here, fresh=fresh) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():
@@ -132,12 +126,8 @@ class CoreExecutor:
 
     A placement whose worker dies, hangs or cannot run an op fails; the next one gets new workers.
 
-    Args:
-        extraction: the step.
-        problem: its graph with costs, and the devices.
-        limits: {device name: bytes} that each worker may use; the default is the device's memory.
-        latency_s: latency of a hand-off between workers, for CPU-clock times.
-        step_timeout_s: a step that takes longer counts as hung.
+    Each worker may use ``limits`` {device name: bytes} of memory, by default that of its device.
+    CPU-clock times include ``latency_s`` per hand-off between workers.
     """
 
     def __init__(
@@ -173,9 +163,8 @@ class CoreExecutor:
         """Return the step on all cores; None if there is only one device."""
         if self.problem.device_count < 2:
             return None
-        return UnplacedStep(
-            self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
-        )
+        cluster, timeout_s = self.problem.cluster, self.step_timeout_s
+        return UnplacedStep(self.extraction, cluster, step_timeout_s=timeout_s)
 
     def pool(self) -> WorkerPool:
         """Return the workers; new ones if the last placement ended them."""
@@ -191,24 +180,8 @@ class CoreExecutor:
         self._pool.close()
 
     def _new_pool(self) -> WorkerPool:
-        return once_more(
-            lambda: _pool_with_example(
-                self.extraction, self.problem.cluster.devices, self.step_timeout_s
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CoreStep(TimedStep):
-    """A run with the CPU seconds of each device's instructions."""
-
-    lists: list[list[Instruction]]
-    cpu_s: tuple[NDArray[np.float64], ...]
-    latency_s: float
-
-    @property
-    def cpu_clock_s(self) -> float:
-        return cpu_clock_s(self.lists, self.cpu_s, self.latency_s)
+        devices, timeout_s = self.problem.cluster.devices, self.step_timeout_s
+        return once_more(lambda: _pool_with_example(self.extraction, devices, timeout_s))
 
 
 class _PlacedStep:
@@ -238,12 +211,10 @@ class _PlacedStep:
                 run = pool.run(self._number)
         except WorkerError as error:
             return self._failure(error)
-        return _CoreStep(
+        return TimedStep(
             wall_s=run.wall_s,
+            cpu_clock_s=cpu_clock_s(self._lists, run.cpu_s, self._executor.latency_s),
             peak_memory_bytes=self._peak_memory_bytes,
-            lists=self._lists,
-            cpu_s=run.cpu_s,
-            latency_s=self._executor.latency_s,
         )
 
     def close(self) -> None:

@@ -9,10 +9,10 @@ time is more accurate. How a step is run is up to an :class:`Executor`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -26,15 +26,14 @@ from envs.simulator import Simulator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One run of a step that counts, and the peak memory of the devices that report it."""
+    """One run of a step that counts, and the peak memory of the devices that report it.
+
+    ``cpu_clock_s`` is None where there is no CPU clock.
+    """
 
     wall_s: float
+    cpu_clock_s: float | None = None
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def cpu_clock_s(self) -> float:
-        """CPU-clock time; the wall time where there is no CPU clock."""
-        return self.wall_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +175,13 @@ class Measured:
     ) -> list[_Runs]:
         """Run steps in turn, until all rounds are done or Ctrl-C or lost devices end it."""
         runs = [_Runs(step) for step in steps]
-        round_count = self.warm_up + self.rounds
-        count_run = _counter(progress, round_count * len(steps))
+        rounds = range(self.warm_up + self.rounds)
         self.interrupted = False
         try:
-            for number in range(round_count):
-                for turn in range(len(runs)):
-                    runs[(turn + number) % len(runs)].run(counted=number >= self.warm_up)
-                    count_run()
+            for done, (number, turn) in enumerate(product(rounds, range(len(runs))), start=1):
+                runs[(turn + number) % len(runs)].run(counted=number >= self.warm_up)
+                if progress is not None:
+                    progress(done, len(rounds) * len(runs))
         except KeyboardInterrupt:
             self.interrupted = True
         except DevicesLostError as error:
@@ -220,22 +218,12 @@ class _Runs:
         steps, failure = self.steps[:rounds], self.failure or Failure(reason="")
         return Measurement(
             wall_s=np.array([step.wall_s for step in steps]),
-            cpu_clock_s=np.array([step.cpu_clock_s for step in steps]),
+            cpu_clock_s=np.array([step.cpu_clock_s or step.wall_s for step in steps]),
             failure=failure.reason,
             peak_memory_bytes=self.peak_memory_bytes,
             overfull=failure.overfull,
             excess=failure.excess,
         )
-
-
-def _counter(progress: ProgressCallback | None, total: int) -> Callable[[], None]:
-    done = itertools.count(1)
-
-    def count_run() -> None:
-        if progress is not None:
-            progress(next(done), total)
-
-    return count_run
 
 
 def simulated_peaks(simulator: Simulator, placement: Placement) -> dict[str, int]:

@@ -74,11 +74,8 @@ class Runtime(Protocol):
     ) -> Measured:
         """Return a backend that runs placements; close it after use.
 
-        Args:
-            problem: the graph with costs, and the devices.
-            predicted_s: predicted step times of the placements to run; timeouts follow from the
-                longest, the number of rounds from the first.
-            rounds: counted runs of every placement.
+        Timeouts follow from the longest of the predicted step times, the number of rounds, unless
+        given, from the first.
         """
         ...
 
@@ -113,15 +110,7 @@ def backend_named(
     rounds: int,
     until_closed: ExitStack,
 ) -> Backend:
-    """Return the backend with this name.
-
-    Args:
-        name: "simulated", or "measured", which runs the model.
-        problem: the problem whose placements are evaluated.
-        runtime: what runs the model behind the problem, if there is one.
-        rounds: counted runs of every measured placement.
-        until_closed: exit stack that closes what is started here.
-    """
+    """Return the backend "simulated", or "measured", which ``until_closed`` closes."""
     if name not in BACKENDS:
         raise ValueError(
             f"there is no backend {name!r}, there are {', '.join(BACKENDS)}, and any object with a "
@@ -163,9 +152,9 @@ def known_problem(runtime: Runtime, cluster: Cluster) -> Problem | None:
     """Return the problem from the cache; None if anything would have to be measured."""
     from envs.costs.cached_costs import with_op_costs
 
-    before = calibrated_before(cluster)
-    costs = None if before is None else runtime.known_costs(before)
-    if before is None or costs is None:
+    if (before := calibrated_before(cluster)) is None:
+        return None
+    if (costs := runtime.known_costs(before)) is None:
         return None
     graph = GraphArrays.from_graph(with_op_costs(runtime.graph, costs))
     return Problem.of(graph, runtime.planned(before))

@@ -67,8 +67,11 @@ class TorchRuntime:
         self.calls = placeable(extraction)
         self.call_graph = self.calls if isinstance(self.calls, CallGraph) else None
         self.overlap = overlap
-        if overlap:
-            check_overlap(self.calls)
+        if overlap and self.call_graph is None:
+            raise ValueError(
+                "a placed graph of modules runs the model's own code, which waits for each tensor "
+                "that its hooks send: leave overlap out, it is for models that can be exported"
+            )
         self.graph = self.calls.graph
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
@@ -172,8 +175,6 @@ class TorchExecutor:
         self.problem = problem
         self.timeout_s = timeout_s
         self.overlap = overlap
-        if overlap:
-            check_overlap(calls)
         self._devices = [torch_device(name) for name in problem.cluster.names]
         self._simulator = Simulator(problem)
         step = step_copy(extraction.step)
@@ -209,15 +210,18 @@ class TorchExecutor:
 
     def run(self, placement: Placement) -> TimedStep | Failure:
         """Run a few steps as placed."""
-        failure, overfull, wall_s = "", False, 0.0
+        hung = (
+            f"a step on {', '.join(self.problem.cluster.names)} was not over after "
+            f"{self.timeout_s:g} s: an op hangs, or a device does not answer. This process ends, "
+            "since nothing else ends such an op"
+        )
         try:
-            with ended_after(self.timeout_s, self._hung()):
+            with ended_after(self.timeout_s, hung):
                 wall_s = self._steps(placement)
+            return TimedStep(wall_s=wall_s, peak_memory_bytes=self._peaks())
         except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
             overfull = is_out_of_memory(error)
             failure = _in_a_line(error)
-        if not failure:
-            return TimedStep(wall_s=wall_s, peak_memory_bytes=self._peaks())
         peaks = self._peaks() if overfull else {}
         self._drop()  # here the error and its frames, which hold tensors, are gone
         if not overfull:
@@ -313,13 +317,6 @@ class TorchExecutor:
             if peak is not None
         }
 
-    def _hung(self) -> str:
-        return (
-            f"a step on {', '.join(self.problem.cluster.names)} was not over after "
-            f"{self.timeout_s:g} s: an op hangs, or a device does not answer. This process ends, "
-            "since nothing else ends such an op"
-        )
-
 
 class _PlacedStep:
     """One placement on the devices of an executor."""
@@ -343,31 +340,11 @@ def placed_module(
     *,
     overlap: bool = False,
 ) -> PlacedModule | HookedModule:
-    """Return the module of a step, placed on torch devices.
-
-    Args:
-        extraction: the step.
-        calls: its graph of exported calls, which run one by one, or of modules, whose own code
-            runs.
-        devices: device of every node of ``calls``, (M,).
-        priority: priority of every node, (M,); calls are launched in descending order.
-        overlap: run with copies that overlap with compute.
-    """
-    if overlap:
-        check_overlap(calls)
+    """Return the module of a step, with devices and priorities of the M nodes of ``calls``."""
     where = calls.devices_of_calls(devices)
     if isinstance(calls, ModuleMap):
         return HookedModule(extraction, where)
     return PlacedModule(extraction, where, calls.launch_order(priority), overlap=overlap)
-
-
-def check_overlap(calls: CallGraph | ModuleMap) -> None:
-    """Check that copies can overlap with compute."""
-    if isinstance(calls, ModuleMap):
-        raise ValueError(
-            "a placed graph of modules runs the model's own code, which waits for each tensor that "
-            "its hooks send: leave overlap out, it is for models that can be exported"
-        )
 
 
 def _in_a_line(error: BaseException) -> str:

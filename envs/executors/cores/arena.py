@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from envs.executors.checks import matched_leaves
+from envs.executors.state_devices import STATE_ROLES
 from graphs.extract import Workload
 from graphs.extract.program import StepProgram, Value
 
@@ -68,16 +69,15 @@ class Arena:
         tied: dict[str, int] = {}
         for source in self.program.sources:
             name = self.program.ties.get(source.name, source.name)
-            if source.role in ("parameter", "buffer") and name in tied:
+            if source.role in STATE_ROLES and name in tied:
                 self.values[source.value] = tied[name]
                 continue
             self.values[source.value] = tied[name] = end
             end += self._room(source.value)
-        for call in self.program.calls:
-            for value in call.outputs:
-                if value is not None and self.program.values[value].root == value:
-                    self.values[value] = end
-                    end += self._room(value)
+        for value in (value for call in self.program.calls for value in call.made):
+            if self.program.values[value].root == value:
+                self.values[value] = end
+                end += self._room(value)
         for result in self.program.results:
             self.results.append(end)
             end += self._room(result.value)
@@ -131,7 +131,7 @@ def load_state(arena: Arena, step: Workload) -> None:
     """Copy the parameters and buffers of a step into the arena."""
     state = step.named_state()
     for source in arena.program.sources:
-        if source.role in ("parameter", "buffer"):
+        if source.role in STATE_ROLES:
             arena.value(source.value).copy_(state[source.name].detach())
 
 

@@ -14,6 +14,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -33,10 +34,8 @@ BY_STRIDES: Final = "aten.as_strided.default"
 
 def operator(target: str) -> Callable[..., Any]:
     """Return the torch operator with a name such as "aten.mm.default"."""
-    namespace, packet, overload = target.split(".")
     try:
-        packets = getattr(torch.ops, namespace)
-        function: Callable[..., Any] = getattr(getattr(packets, packet), overload)
+        function: Callable[..., Any] = attrgetter(target)(torch.ops)
     except AttributeError:
         raise ValueError(
             f"a worker knows no operator {target}: custom operators must be importable there"
@@ -64,7 +63,7 @@ class Signals:
         """Take the counters of all pairs, {(source, destination): file descriptor}."""
         self.out = {d: fd for (s, d), fd in counters.items() if s == device}
         self.into = {s: fd for (s, d), fd in counters.items() if d == device}
-        self.arrived = dict.fromkeys(self.into, 0)
+        self.reset()
         self._sleep = {source: select.poll() for source in self.into}
         for source, descriptor in self.into.items():
             self._sleep[source].register(descriptor, select.POLLIN)
@@ -110,11 +109,10 @@ class CompiledList:
         self.table: dict[int, Any] = {
             source.value: arena.value(source.value) for source in program.sources
         }
-        self.steps: list[Callable[[dict[int, Any]], None]] = []
         self.made = [value for i in instructions for value in self._writes(i)]
-        for instruction, dying in zip(instructions, self._last_uses(instructions), strict=True):
-            self.steps.append(self._step(instruction, dying))
         self.results = [i.result for i in instructions if isinstance(i, Give)]
+        dying = self._last_uses(instructions)
+        self.steps = [self._step(i, values) for i, values in zip(instructions, dying, strict=True)]
 
     def forget(self) -> None:
         """Drop every tensor of the last run, except sources."""
@@ -127,30 +125,27 @@ class CompiledList:
             result = self.arena.result(index)
             result.copy_(self.table[self.program.results[index].value])
 
-    def _writes(self, instruction: Instruction) -> list[int]:
+    def _calls(self, instruction: Instruction) -> list[Call]:
         match instruction:
             case Run(call, views):
-                calls = [*views, call]
+                return [self.program.calls[c] for c in (*views, call)]
             case Give(_, views):
-                calls = list(views)
-            case Receive(value):
-                return [value]
-            case Send():
+                return [self.program.calls[c] for c in views]
+            case _:
                 return []
-        outputs = [self.program.calls[call].outputs for call in calls]
-        return [value for group in outputs for value in group if value is not None]
+
+    def _writes(self, instruction: Instruction) -> list[int]:
+        if isinstance(instruction, Receive):
+            return [instruction.value]
+        return [value for call in self._calls(instruction) for value in call.made]
 
     def _reads(self, instruction: Instruction) -> list[int]:
-        match instruction:
-            case Run(call, views):
-                return [v for c in (*views, call) for v in self.program.calls[c].reads]
-            case Give(index, views):
-                reads = [v for c in views for v in self.program.calls[c].reads]
-                return [*reads, self.program.results[index].value]
-            case Send(value):
-                return [value]
-            case Receive():
-                return []
+        if isinstance(instruction, Send):
+            return [instruction.value]
+        reads = [value for call in self._calls(instruction) for value in call.reads]
+        if isinstance(instruction, Give):
+            reads.append(self.program.results[instruction.result].value)
+        return reads
 
     def _last_uses(self, instructions: Sequence[Instruction]) -> list[list[int]]:
         """Return the values that are dead after each instruction; results stay alive."""
@@ -160,7 +155,7 @@ class CompiledList:
             for value in (*self._writes(instruction), *self._reads(instruction)):
                 if value in made:
                     last[value] = position
-        kept = {self.program.results[i.result].value for i in instructions if isinstance(i, Give)}
+        kept = {self.program.results[index].value for index in self.results}
         dying: list[list[int]] = [[] for _ in instructions]
         for value, position in last.items():
             if value not in kept:
@@ -169,11 +164,8 @@ class CompiledList:
 
     def _step(self, instruction: Instruction, dying: list[int]) -> Callable[[dict[int, Any]], None]:
         names: dict[str, Any] = {}
+        lines = [self._source(call, names) for call in self._calls(instruction)]
         match instruction:
-            case Run(call, views):
-                lines = [self._source(self.program.calls[c], names) for c in (*views, call)]
-            case Give(_, views):
-                lines = [self._source(self.program.calls[c], names) for c in views]
             case Send(value, destinations):
                 names |= {"slot": self.arena.value(value), "signal": self.signals.send}
                 lines = [f"slot.copy_(V[{value}])", f"signal({destinations!r})"]

@@ -12,7 +12,7 @@ devices of one core: the thread's clock misses the other threads of a core set.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -128,9 +128,8 @@ class _Lists:
         self.devices = devices
         self.producer = program.producers()
         self.lists: list[list[Instruction]] = [[] for _ in range(device_count)]
-        sources = {source.value for source in program.sources}
-        self.here: list[set[int]] = [set(sources) for _ in range(device_count)]
-        self.signals: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.here = [{source.value for source in program.sources} for _ in range(device_count)]
+        self.signals = Counter[tuple[int, int]]()
         self.number: dict[tuple[int, int], int] = {}
         self.call_of_op = {call.op: i for i, call in enumerate(program.calls) if call.op != VIEW}
         self.wanted = self._destinations()
@@ -163,17 +162,13 @@ class _Lists:
         return self.devices[self.program.calls[self.producer[root]].op]
 
     def _run(self, op: int) -> None:
-        device = self.devices[op]
-        index = self.call_of_op[op]
+        device, index = self.devices[op], self.call_of_op[op]
         call = self.program.calls[index]
-        views: list[int] = []
-        for value in call.reads:
-            views += self._bring(value, device)
-        self.lists[device].append(Run(index, tuple(views)))
-        for value in (value for value in call.outputs if value is not None):
-            self.here[device].add(value)
-            destinations = self.wanted.get(value, ())
-            if destinations:
+        views = tuple(view for read in call.reads for view in self._bring(read, device))
+        self.lists[device].append(Run(index, views))
+        self.here[device].update(call.made)
+        for value in call.made:
+            if destinations := self.wanted.get(value, ()):
                 self.lists[device].append(Send(value, destinations))
                 for destination in destinations:
                     self.signals[device, destination] += 1
@@ -185,17 +180,17 @@ class _Lists:
             return []
         root = self.program.values[value].root
         if value == root:
-            home = self._home(root)
             if (root, device) not in self.number:
                 call = self.program.calls[self.producer[root]]
                 raise ValueError(f"the order runs a reader of op {call.op} before op {call.op}")
-            self.lists[device].append(Receive(root, home, self.number[root, device]))
+            number = self.number[root, device]
+            self.lists[device].append(Receive(root, self._home(root), number))
             self.here[device].add(root)
             return []
         index = self.producer[value]
         call = self.program.calls[index]
         views = [view for read in call.reads for view in self._bring(read, device)]
-        self.here[device].update(made for made in call.outputs if made is not None)
+        self.here[device].update(call.made)
         return [*views, index]
 
 

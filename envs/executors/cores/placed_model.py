@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from envs.executors.cores.arena import begin_updates, count_update, load_batch
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import WorkerPool
+from envs.executors.state_devices import STATE_ROLES
 from envs.hardware.cluster import Cluster
 from graphs.extract import Extraction
 from graphs.extract.export.trace import Position
@@ -82,7 +82,7 @@ class PlacedModel:
             self._slots = {
                 source.name: arena.value(source.value)
                 for source in self.program.sources
-                if source.role in ("parameter", "buffer")
+                if source.role in STATE_ROLES
             }
             self._gradients = {
                 result.name: arena.result(index)
@@ -99,12 +99,7 @@ class PlacedModel:
     def __enter__(self) -> PlacedModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
@@ -236,11 +231,9 @@ class PlacedModel:
     def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
         """Clone gradients that still lie in the arena; the next step would overwrite them."""
         for name, shared in self._gradients.items():
-            parameter = state.get(name)
-            if parameter is None:
-                continue
-            if parameter.grad is not None and parameter.grad.data_ptr() == shared.data_ptr():
-                parameter.grad = parameter.grad.clone()
+            gradient = state[name].grad if name in state else None
+            if gradient is not None and gradient.data_ptr() == shared.data_ptr():
+                state[name].grad = gradient.clone()
 
     @torch.no_grad()
     def _take_results(self, state: Mapping[str, torch.Tensor]) -> Any:

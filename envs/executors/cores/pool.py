@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -96,12 +95,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -113,12 +107,8 @@ class WorkerPool:
         """Give every worker its list; return the number that runs them."""
         self._number += 1
         self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
-        self._ask(
-            [
-                ("load", {"number": self._number, "instructions": instructions})
-                for instructions in self._lists[self._number]
-            ]
-        )
+        of_all = self._lists[self._number]
+        self._ask([("load", {"number": self._number, "instructions": own}) for own in of_all])
         return self._number
 
     def unload(self, number: int) -> None:
@@ -196,14 +186,9 @@ class WorkerPool:
             self.program,
             sources=tuple(replace(source, tensor=None) for source in self.program.sources),
         )
+        seed = torch.initial_seed()
         setups = [
-            Setup(
-                device=d,
-                device_count=count,
-                threads=len(its_cores),
-                seed=spread_seed(torch.initial_seed(), d),
-                program=without_constants,
-            )
+            Setup(d, count, len(its_cores), spread_seed(seed, d), without_constants)
             for d, its_cores in enumerate(cores)
         ]
         self._ask(setups, timeout_s=START_TIMEOUT_S)
@@ -252,8 +237,7 @@ class WorkerPool:
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
-            for connection in ready:
-                d = open_ends[id(connection)]
+            for d in (open_ends[id(connection)] for connection in ready):
                 answers[d] = self._answer(d, number, timeout_s)
         return [answers[d] for d in range(len(self._workers))]
 

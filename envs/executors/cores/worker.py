@@ -38,7 +38,7 @@ RESET_PEAK: Final = "5"
 """Makes the kernel reset the peak of resident memory, see proc(5)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setup:
     """The program of the step, and the worker's part in it."""
 
@@ -106,8 +106,7 @@ class Worker:
     def run(self, number: int, start_ns: int, *, give: bool) -> Stamps:
         """Run a list from ``start_ns`` (monotonic clock) on; ``give`` copies the results out."""
         compiled = self.lists[number]
-        table, board = compiled.table, self.position
-        clock = self.clock
+        table, board, clock = compiled.table, self.position, self.clock
         stamps = array("q", bytes(8 * (len(compiled.steps) + 1)))
         self.signals.reset()
         while time.perf_counter_ns() < start_ns:

@@ -9,7 +9,7 @@ where it is read. :class:`LaunchOrder` is the order in which the process launche
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -56,28 +56,20 @@ class ForwardSource:
         return lines[at[-1] - 1].strip() if at else ""
 
 
-class ForwardWriter:
-    """Generates the source for one placement after another; shared parts are made once."""
-
-    def __init__(self, program: ForwardProgram) -> None:
-        self.program = program
-        self.producers = program.producers()
-        self.texts = [CallText(i, call) for i, call in enumerate(program.calls)]
-        self.written = frozenset().union(*(call.writes for call in program.calls))
-
-    def source(
-        self,
-        launched: Sequence[int],
-        devices: Mapping[str, torch.device],
-        homes: Mapping[int, torch.device],
-        *,
-        overlap: bool = False,
-    ) -> ForwardSource:
-        """Return the source for calls in launch order, ``devices`` by key, ``homes`` by value."""
-        ahead: Mapping[int, Sequence[torch.device]] = {}
-        if overlap:  # what is sent at all, may be sent ahead
-            ahead = _Writer(self, launched, devices, homes, ahead, overlap=True).sent
-        return _Writer(self, launched, devices, homes, ahead, overlap=overlap).finished()
+def forward_source(
+    program: ForwardProgram,
+    texts: Sequence[CallText],
+    launched: Sequence[int],
+    devices: Mapping[str, torch.device],
+    homes: Mapping[int, torch.device],
+    *,
+    overlap: bool,
+) -> ForwardSource:
+    """Return the source for calls in launch order, ``devices`` by key, ``homes`` by value."""
+    ahead: Mapping[int, Sequence[torch.device]] = {}
+    if overlap:  # what is sent at all, may be sent ahead
+        ahead = _Writer(program, texts, launched, devices, homes, ahead, overlap=True).sent
+    return _Writer(program, texts, launched, devices, homes, ahead, overlap=overlap).finished()
 
 
 class _Writer:
@@ -85,7 +77,8 @@ class _Writer:
 
     def __init__(
         self,
-        shared: ForwardWriter,
+        program: ForwardProgram,
+        texts: Sequence[CallText],
         launched: Sequence[int],
         devices: Mapping[str, torch.device],
         homes: Mapping[int, torch.device],
@@ -93,8 +86,10 @@ class _Writer:
         *,
         overlap: bool,
     ) -> None:
-        self.shared = shared
-        self.program = shared.program
+        self.program = program
+        self.texts = texts
+        self.producers = program.producers()
+        self.written = frozenset().union(*(call.writes for call in program.calls))
         self.devices = devices
         self.homes = homes
         self.ahead = ahead
@@ -106,7 +101,7 @@ class _Writer:
         self.lines: list[tuple[str, list[str], list[str]]] = []  # text, names read, names made
         self.where: dict[int, torch.device] = {}  # device of the values of placed calls
         self.there: dict[tuple[int, torch.device, int], str] = {}
-        self.writes: defaultdict[int, int] = defaultdict(int)  # of each storage, so far
+        self.writes = Counter[int]()  # of each storage, so far
         self.transfers = 0
         self.sources = {source.value: source for source in self.program.sources}
         self.states = self._numbered(*STATE_ROLES)
@@ -122,14 +117,12 @@ class _Writer:
         """Write a call, preceded by whatever brings its inputs to its device."""
         call = self.program.calls[index]
         device = self.devices[call.key]
-        self.where |= {value: device for value in call.outputs if value is not None}
+        self.where |= dict.fromkeys(call.made, device)
         self._call(index, device)
-        for value in call.outputs:
-            if value is not None:
-                for destination in self.ahead.get(value, ()):
-                    self._send(value, self._value(value, device), destination)
-        for storage in call.writes:
-            self.writes[storage] += 1
+        for value in call.made:
+            for destination in self.ahead.get(value, ()):
+                self._send(value, self._value(value, device), destination)
+        self.writes.update(call.writes)
 
     def finished(self) -> ForwardSource:
         results = [self._result(result) for result in self.program.results]
@@ -146,35 +139,33 @@ class _Writer:
         return self._value(result.value, self._home(result.value))
 
     def _call(self, index: int, device: torch.device) -> None:
-        call, text = self.program.calls[index], self.shared.texts[index]
+        call, text = self.program.calls[index], self.texts[index]
         on = self._device(device)
         inputs = {f"v{value}": self._value(value, device) for value in call.reads}
         expression = text.template.format(device=on, **inputs)
         self.names |= text.names | text.on(device, on)
-        made = [
-            (position, value, f"v{value}_{on}")
-            for position, value in enumerate(call.outputs)
-            if value is not None
-        ]
+        made = {value: f"v{value}_{on}" for value in call.made}
         reads = list(inputs.values())
         expression += f"  # {call.key}"
-        if not call.tuple_result:
-            self.lines.append((f"{made[0][2]} = {expression}", reads, [made[0][2]]))
-        elif made:
+        if not made:
+            self.lines.append((expression, reads, []))
+        elif not call.tuple_result:
+            [name] = made.values()
+            self.lines.append((f"{name} = {expression}", reads, [name]))
+        else:
             whole = f"t{index}_{on}"
             self.lines.append((f"{whole} = {expression}", reads, [whole]))
-            for position, _, name in made:
-                self.lines.append((f"{name} = {whole}[{position}]", [whole], [name]))
-        else:
-            self.lines.append((expression, reads, []))
-        for _, value, name in made:
+            for value, name in made.items():
+                member = call.outputs.index(value)
+                self.lines.append((f"{name} = {whole}[{member}]", [whole], [name]))
+        for value, name in made.items():
             self._keep(value, device, name)
 
     def _value(self, value: int, device: torch.device) -> str:
         """Return the name of a value on a device, once it has been brought there."""
         if (known := self.there.get(self._state(value, device))) is not None:
             return known
-        producer = self.shared.producers.get(value)
+        producer = self.producers.get(value)
         source = self.sources.get(value)
         if producer is not None and self.program.calls[producer].is_free:
             self._call(producer, device)
@@ -226,7 +217,7 @@ class _Writer:
 
     def _is_stable(self, value: int) -> bool:
         """Return whether no call ever writes the value."""
-        return self.program.storage_of[value] not in self.shared.written
+        return self.program.storage_of[value] not in self.written
 
     def _keep(self, value: int, device: torch.device, name: str) -> str:
         self.there[self._state(value, device)] = name
@@ -243,7 +234,7 @@ class _Writer:
             return self.where[value]
         if value in self.homes:
             return self.homes[value]
-        producer = self.shared.producers.get(value)
+        producer = self.producers.get(value)
         reads = () if producer is None else self.program.calls[producer].reads
         return self._home(reads[0]) if reads else next(iter(self.devices.values()))
 
@@ -340,5 +331,5 @@ def _waits_for(program: ForwardProgram) -> dict[int, set[int]]:
                 last_random = {i}
             waits_for[i] = earlier
             earlier = {i}
-        made_by |= {value: earlier for value in call.outputs if value is not None}
+        made_by |= dict.fromkeys(call.made, earlier)
     return waits_for

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 from envs.executors.checks import checked_rate, matched_leaves, unpacked
 from envs.executors.state_devices import STATE_ROLES, StateDevices, states_of
-from envs.executors.torch.forward_source import ForwardWriter, LaunchOrder
+from envs.executors.torch.call_text import CallText
+from envs.executors.torch.forward_source import LaunchOrder, forward_source
 from envs.executors.torch.updates import Updates
 from graphs.extract import Extraction, extract
 from graphs.extract.autocast import autocasting
@@ -96,7 +97,7 @@ class PlacedModule(nn.Module):
         self._step = step
         self._outputs = extraction.outputs
         self._program = extraction.forward
-        self._writer = ForwardWriter(self._program)
+        self._texts = [CallText(i, call) for i, call in enumerate(self._program.calls)]
         self._launch = LaunchOrder(self._program)
         self._readers = self._program.first_readers()
         self._sources = [s for s in self._program.sources if s.role in STATE_ROLES]
@@ -138,7 +139,9 @@ class PlacedModule(nn.Module):
                 )
         homes = self._homes_of(placed)
         launched = self._launch.of(placed, order)
-        source = self._writer.source(launched, placed, homes, overlap=self._overlap)
+        source = forward_source(
+            self._program, self._texts, launched, placed, homes, overlap=self._overlap
+        )
         types = sorted({device.type for device in placed.values()})
         run = autocasting(source.compiled(), self._step.dtype, types)
         for device in set(placed.values()) - self._constants.keys():
@@ -336,11 +339,7 @@ def _checked(
 
 
 def full_device(device: torch.device | str) -> torch.device:
-    """Return a device as its tensors name it: cuda is cuda:0, cpu:0 is cpu.
-
-    Raises:
-        ValueError: the device is not on this machine.
-    """
+    """Return a device as its tensors name it: cuda is cuda:0, cpu:0 is cpu."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -47,7 +47,7 @@ class Updates:
         sources = extraction.forward.sources
         self._names = [s.name for s in sources if s.role in STATE_ROLES]
         self._groups = updated_together(extraction)
-        self._states: list[torch.Tensor | None] = [None] * len(self._names)
+        self._states: dict[int, torch.Tensor] = {}  # the updated ones
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._counts: dict[int, torch.Tensor] = {}
         self._by_device: list[list[torch.Tensor]] = []
@@ -60,7 +60,7 @@ class Updates:
         moved = False
         for group in self._groups:
             for i in group.members:
-                if self._states[i] is not states[i]:
+                if self._states.get(i) is not states[i]:
                     self._states[i] = states[i]
                     if states[i].requires_grad and not group.waits:
                         self._hook(i, states[i], group)
@@ -81,7 +81,7 @@ class Updates:
         for group in self._groups:
             group.missing = len(group.members)
             for i in group.members:
-                self._state(i).grad = None
+                self._states[i].grad = None
         self._runs = True
         try:
             yield
@@ -113,11 +113,6 @@ class Updates:
             self._counts.clear()
             self._by_device = []
 
-    def _state(self, index: int) -> torch.Tensor:
-        state = self._states[index]
-        assert state is not None, "not settled"
-        return state
-
     def _hook(self, index: int, parameter: torch.Tensor, group: UpdateGroup) -> None:
         if index in self._hooks:
             self._hooks[index].remove()
@@ -147,11 +142,11 @@ class Updates:
 
     @torch.no_grad()
     def _update(self, group: UpdateGroup) -> None:
-        members = [i for i in group.members if self._state(i).grad is not None]
+        members = [i for i in group.members if self._states[i].grad is not None]
         group.missing = 0
         if not members:
             return
-        parameters = [self._state(i) for i in members]
+        parameters = [self._states[i] for i in members]
         fused_update(
             self.optimizer,
             self.learning_rate,
