@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from envs.executors.cores.instruction_lists import (
     Give,
@@ -200,23 +199,19 @@ def calls_of(program: StepProgram, instruction: Instruction) -> list[Call]:
 # --- CPU-clock time
 
 
-def seconds(*values: float) -> NDArray[np.float64]:
-    return np.array(values)
-
-
-def test_cpu_clock_time_of_a_diamond_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("right_s", "expected_s"),
+    [
+        # Run 0 ends at 2, is sent at 2.5, arrives at 2.6; Run 2 ends at 5.6. Run 1 ends at 7.5, is
+        # sent at 8 and arrives at 8.1: the join ends at 9.1, the hand-back at 9.2.
+        (3.0, 9.2),
+        (10.0, 13.7),  # Run 2 ends at 12.6, long after the send at 8: nothing waits
+    ],
+)
+def test_cpu_clock_time_of_a_diamond_by_hand(right_s: float, expected_s: float) -> None:
     lists = device_lists(diamond(), [0, 0, 1, 1], [0, 2, 1, 3], 2)
-    # Run 0 ends at 2, is sent at 2.5, arrives at 2.6; Run 2 ends at 5.6. Run 1 ends at 7.5, is
-    # sent at 8 and arrives at 8.1: the join ends at 9.1, the hand-back at 9.2.
-    cpu_s = (seconds(2, 0.5, 5, 0.5), seconds(0, 3, 0, 1, 0.1))
-    assert cpu_clock_s(lists, cpu_s, latency_s=0.1) == pytest.approx(9.2)
-
-
-def test_a_receiver_that_comes_late_does_not_wait() -> None:
-    lists = device_lists(diamond(), [0, 0, 1, 1], [0, 2, 1, 3], 2)
-    # Run 2 ends at 12.6, long after the send at 8.
-    cpu_s = (seconds(2, 0.5, 5, 0.5), seconds(0, 10, 0, 1, 0.1))
-    assert cpu_clock_s(lists, cpu_s, latency_s=0.1) == pytest.approx(13.7)
+    cpu_s = (np.array([2, 0.5, 5, 0.5]), np.array([0, right_s, 0, 1, 0.1]))
+    assert cpu_clock_s(lists, cpu_s, latency_s=0.1) == pytest.approx(expected_s)
 
 
 @settings(max_examples=100)

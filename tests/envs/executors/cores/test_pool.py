@@ -117,15 +117,6 @@ def test_a_worker_that_hangs_is_named_not_the_one_that_waits_for_it(
     assert all_end(ids)
 
 
-def test_a_hang_is_noticed_after_the_timeout() -> None:
-    pool = Pool()
-    os.kill(worker_ids(pool)[0], signal.SIGSTOP)
-    pool.step_timeout_s = 0.1
-    with pytest.raises(WorkerError, match=r"did not answer within 0\.1 s"):
-        pool.run(pool.number)
-    assert pool.closed
-
-
 def test_an_interrupted_step_ends_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the pending answer would be taken for that of the next step."""
 
@@ -142,17 +133,7 @@ def test_an_interrupted_step_ends_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
         assert all_end(ids)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        *(
-            pytest.param(number, marks=pytest.mark.slow)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        ),
-    ],
-)
-def test_workers_end_with_their_parent(number: signal.Signals) -> None:
+def test_workers_end_with_their_parent() -> None:
     script = """
 import sys, time, torch
 sys.path.insert(0, {tests!r})
@@ -174,8 +155,8 @@ if __name__ == "__main__":
         ids = [int(word) for word in parent.stdout.readline().split()]
         assert len(ids) == 2
         assert all(map(is_alive, ids))
-        parent.send_signal(number)
-        assert parent.wait(timeout=60) != 0
+        parent.kill()
+        parent.wait(timeout=60)
     assert all_end(ids)
 
 
@@ -208,36 +189,18 @@ def test_ctrl_c_while_closing_still_ends_everything(monkeypatch: pytest.MonkeyPa
     assert open_descriptors() == before
 
 
-@pytest.mark.parametrize("device", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_worker_that_hangs_with_a_full_pipe_is_named(device: int) -> None:
+def test_a_worker_that_hangs_with_a_full_pipe_is_named() -> None:
     with small_pool(step_timeout_s=1.5) as pool:
-        os.kill(pool._workers[device].process.pid, signal.SIGSTOP)
-        lists: list[list[Run]] = [[], []]
-        lists[device] = [Run(i) for i in range(200_000)]
-        guard = threading.Timer(60, os.kill, (pool._workers[device].process.pid, signal.SIGKILL))
+        process_id = worker_ids(pool)[1]
+        os.kill(process_id, signal.SIGSTOP)
+        guard = threading.Timer(60, os.kill, (process_id, signal.SIGKILL))
         guard.start()
         try:
-            with pytest.raises(WorkerError) as failure:
-                pool.load(lists)
+            with pytest.raises(WorkerError, match=f"core:{CORES[1]} did not answer within 1.5 s"):
+                pool.load([[], [Run(i) for i in range(200_000)]])
         finally:
             guard.cancel()
-        assert f"core:{CORES[device]}" in str(failure.value)
         assert pool.closed
-
-
-@pytest.mark.slow
-def test_pools_leave_no_descriptor_and_no_process_behind() -> None:
-    extraction = extract(tiny_models.structured_output())
-    gc.collect()
-    before = open_descriptors()
-    ids = []
-    for _ in range(3):
-        with WorkerPool(extraction.program, two_cores().devices) as pool:
-            ids += worker_ids(pool)
-    del pool
-    gc.collect()
-    assert open_descriptors() == before
-    assert not any(map(is_alive, ids))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.streams import arrived, sending, staged
-from graphs.extract import Extraction, Workload, extract
+from graphs.extract import Workload, extract
 from tests.helpers import tiny_models
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.tiny_models import Plain, squared
@@ -41,12 +41,6 @@ def chain() -> Workload:
     torch.manual_seed(0)
     model = Plain(compute, far=nn.Linear(3, 3), near=nn.Linear(3, 3))
     return Workload.of(model, (torch.randn(2, 3),))
-
-
-def overlapping(extraction: Extraction, chosen: Callable[[str], bool]) -> PlacedModule:
-    calls = extraction.forward.placed_calls
-    where = {call.key: CPU if chosen(call.key) else second() for call in calls}
-    return PlacedModule(extraction, where, overlap=True)
 
 
 @pytest.mark.usefixtures("second_device")
@@ -106,10 +100,10 @@ def test_what_is_written_in_place_is_not_sent_ahead() -> None:
 
     torch.manual_seed(0)
     step = Workload.of(Plain(write, linear=nn.Linear(3, 3)), (torch.randn(3, 3),))
-    extraction = extract(step)
-    expected = copy.deepcopy(step)
-    placed = overlapping(extraction, lambda key: not key.startswith(":exp"))
-    assert_trains_alike(expected, placed)
+    extraction = extract(copy.deepcopy(step))
+    calls = extraction.forward.placed_calls
+    where = {call.key: second() if call.key.startswith(":exp") else CPU for call in calls}
+    assert_trains_alike(step, PlacedModule(extraction, where, overlap=True))
 
 
 # --- on CUDA
@@ -132,28 +126,8 @@ def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) ->
     assert found.untyped_storage().nbytes() == found.nbytes
     assert not found.requires_grad
     assert torch.equal(found, tensor)
-
-
-def test_what_is_staged_keeps_its_order_in_memory() -> None:
     transposed = torch.arange(12.0).reshape(3, 4).t()
-    assert staged(transposed).stride() == transposed.stride()
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("name", [*NAMES, "nmt"])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_placements_on_a_gpu_compute_the_same(name: str, seed: int) -> None:
-    torch.manual_seed(0)
-    step = tiny_models.STEPS[name]()
-    if name == "conv_net":
-        images, labels = step.inputs
-        step = Workload.of(step.model.double(), (images.double(), labels), step.loss)
-    extraction = extract(step)
-    plain = copy.deepcopy(extraction.step)
-    devices = random_devices(extraction, [CPU, second()], seed)
-    placed = PlacedModule(extraction, devices, random_order(extraction, seed), overlap=True)
-    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
+    assert staged(transposed).stride() == transposed.stride(), "dense tensors keep their order"
 
 
 @pytest.mark.gpu

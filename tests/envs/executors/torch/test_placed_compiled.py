@@ -13,13 +13,14 @@ from torch import nn
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
-from tests.helpers import tiny_models, tiny_transformers
-from tests.helpers.in_turn import in_turn
+from tests.helpers import tiny_models
 from tests.helpers.trained_alike import assert_trains_alike
 
 torch.set_num_threads(1)
 
-STEPS = tiny_models.STEPS | tiny_transformers.STEPS
+NEEDS_COMPILER = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +40,18 @@ def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
     return PlacedModule(extraction, chosen)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of inductor
 @pytest.mark.parametrize(
-    "name", in_turn(["conv_net", "tied_weights", "views", "decaying_weight", "bert"])
+    ("name", "backend"),
+    [
+        *((name, "aot_eager") for name in ("conv_net", "tied_weights", "views", "attention")),
+        pytest.param("attention", "inductor", marks=[pytest.mark.slow, NEEDS_COMPILER]),
+    ],
 )
-def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
-    if name == "bert":
-        pytest.importorskip("transformers")
-        step = tiny_transformers.without_dropout(name)
-    else:
-        step = STEPS[name]()
+def test_a_placed_module_is_one_graph_to_dynamo(name: str, backend: str) -> None:
+    step = tiny_models.STEPS[name]()
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
-    compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(placed, backend=backend, fullgraph=True)
     assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
 
 
@@ -76,19 +78,6 @@ def test_what_was_compiled_has_both_modes() -> None:
     torch.testing.assert_close(compiled(*step.model_inputs), expected(*step.model_inputs))
     compiled.train()
     assert compiled(*step.inputs).requires_grad
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-@pytest.mark.skipif(
-    not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler"
-)
-def test_inductor_compiles_a_placed_module() -> None:
-    step = tiny_models.attention()
-    placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
-    assert_trains_alike(
-        step, placed, run=torch.compile(placed, fullgraph=True), steps=2, tolerance=1e-5
-    )
 
 
 @pytest.mark.gpu

@@ -59,14 +59,16 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
-def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int) -> None:
+def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, overlap: bool) -> None:
     extraction = extracted(name)
     plain = copy.deepcopy(extraction.step)
     before = dict(extraction.step.model.named_parameters())
     order = random_order(extraction, seed) if seed % 2 else ()
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], seed), order)
+    devices = random_devices(extraction, ["cpu", GPU], seed)
+    placed = PlacedModule(extraction, devices, order, overlap=overlap)
     assert placed.transfers > 0
     assert all(own is before[name] for name, own in placed.named_parameters())
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
@@ -128,28 +130,25 @@ def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
         assert all(p.grad is not None and p.grad.device == p.device for p in placed.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"), [("conv_net", "fp32", 1e-4), ("attention", "bf16", 0.02)]
+)
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize("seed", range(2))
-def test_steps_with_an_optimizer_leave_what_torchs_own_leaves(kind: str, seed: int) -> None:
-    extraction = extract(with_optimizer(extracted("conv_net").step, kind, learning_rate=0.01))
+def test_steps_with_an_optimizer_leave_what_torchs_own_leaves(
+    kind: str, name: str, dtype: str, tolerance: float
+) -> None:
+    step = with_optimizer(extracted(name).step, kind, learning_rate=0.01)
+    extraction = extract(replace(step, dtype=dtype))
     plain = copy.deepcopy(extraction.step)
     assert plain.optimizer is not None
     optimizer = torch_optimizer(plain.model, plain.optimizer)
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], seed))
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
     for _ in range(3):
         optimizer.zero_grad()
         expected = forward(plain)
         expected.backward()
         optimizer.step()
-        assert_close(placed.step(*plain.inputs), expected.detach(), 1e-4)
-    for name, tensor in plain.model.state_dict().items():
-        assert_close(placed.state_dict()[name], tensor, 1e-4)
+        assert_close(placed.step(*plain.inputs), expected.detach(), tolerance)
+    for key, tensor in plain.model.state_dict().items():
+        assert_close(placed.state_dict()[key], tensor, tolerance)
     assert all(own.grad is None for own in placed.parameters())
-
-
-def test_a_step_in_bf16_is_near_that_of_the_cpu() -> None:
-    extraction = extract(replace(extracted("attention").step, dtype="bf16"))
-    expected = forward(copy.deepcopy(extraction.step)).detach()
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
-    assert_close(placed.step(*extraction.step.inputs), expected, 0.02)
-    assert all(own.grad is not None for own in placed.parameters())
