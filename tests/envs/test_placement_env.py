@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sb3_contrib.common.wrappers import ActionMasker
 from stable_baselines3.common.env_checker import check_env as check_env_of_sb3
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from envs.backend import StepResult
 from envs.executors.cores.fork_server import running_server
 from envs.hardware.cluster import Cluster, Device, Link
-from envs.hardware.discover import discover
 from envs.measured import Measured
 from envs.measurement import CONTENDED
 from envs.placement import Placement
@@ -32,9 +31,7 @@ from envs.problem import toy_problem
 from envs.simulator import Simulated
 from envs.torch_runtime import TorchExecutor
 from graphs.extract import Workload
-from graphs.graph_file import save_graph
 from graphs.optimizer import Optimizer
-from graphs.synthetic.families import draw
 from placer.startup import register_environments
 from tests.helpers.clusters import pair
 from tests.helpers.processes import all_end, descendants
@@ -42,25 +39,6 @@ from tests.helpers.random_problems import keeps_groups, keeps_limits, random_pro
 
 torch.set_num_threads(1)
 
-CLUSTER = """
-format = "placer-cluster/1"
-name = "two"
-
-[[device]]
-name = "a"
-kind = "fast"
-memory_bytes = 1000000000000
-
-[[device]]
-name = "b"
-kind = "fast"
-memory_bytes = 1000000000000
-
-[[link]]
-between = ["a", "b"]
-latency_s = 1e-5
-bandwidth_bytes_per_s = 1e10
-"""
 CORES = sorted(os.sched_getaffinity(0))
 IDS = ("placer/Placement-v0", "placer/Scheduler-v0")
 
@@ -73,22 +51,14 @@ def test_both_checkers_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_a_graph_and_a_cluster_from_files_are_placed(name: str, tmp_path: Path) -> None:
-    graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.toml"
-    save_graph(draw(np.random.default_rng(0), family="grid", max_ops=100), graph)
-    cluster.write_text(CLUSTER)
+def test_a_graph_and_a_cluster_from_files_are_placed(
+    name: str, files: Callable[..., tuple[Path, Path]]
+) -> None:
+    graph, cluster = files()
     environment = gym.make(name, graph=str(graph), cluster=cluster).unwrapped
     check_env_of_sb3(environment)
     with pytest.raises(ValueError, match="give a cluster"):
         gym.make(name, graph=graph)
-
-
-def test_checkers_pass_with_another_problem() -> None:
-    problem = random_problem(4, devices=5, groups=True, pins=True, unequal=True)
-    environment = gym.make(IDS[0], pool=[problem]).unwrapped
-    check_env(environment, skip_render_check=True)
-    check_env_of_sb3(environment)
-    check_env_of_sb3(ActionMasker(environment, lambda inner: inner.action_masks()))  # type: ignore[attr-defined]  # gym.Env has no masks
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -109,14 +79,10 @@ def test_the_partial_schedule_is_drawn_as_text() -> None:
     assert re.match(r"device:1 \| +#+\|", drawn[2])
     assert drawn[4].startswith("next op: ")
     assert gym.make(IDS[0]).unwrapped.render() is None
-
-
-def test_a_schedule_of_scheduler_weights_is_drawn_as_text() -> None:
-    environment = gym.make(IDS[1], render_mode="ansi")
-    environment.reset()
-    assert "0 of 14 ops placed" in str(environment.render())
-    environment.step(environment.action_space.sample() * 0)
-    assert str(environment.render()).startswith("two-towers: 14 of 14 ops placed, ")
+    by_weights = gym.make(IDS[1], render_mode="ansi")
+    by_weights.reset()
+    by_weights.step(by_weights.action_space.sample() * 0)
+    assert str(by_weights.render()).startswith("two-towers: 14 of 14 ops placed, ")
 
 
 @settings(max_examples=40)
@@ -210,17 +176,15 @@ class Constant:
 def two_cores() -> Cluster:
     """Return a cluster with all speeds, so that nothing has to be calibrated."""
     names = tuple(f"core:{core}" for core in CORES[:2])
-    devices = tuple(
-        Device(
-            name=name,
-            kind="core",
-            memory_bytes=1 << 30,
-            peak_flop_per_s=1e11,
-            bandwidth_bytes_per_s=1e10,
-            launch_s=3e-6,
-        )
-        for name in names
+    core = Device(
+        name="core:0",
+        kind="core",
+        memory_bytes=1 << 30,
+        peak_flop_per_s=1e11,
+        bandwidth_bytes_per_s=1e10,
+        launch_s=3e-6,
     )
+    devices = tuple(replace(core, name=name) for name in names)
     link = Link(between=names, latency_s=2e-5, bandwidth_bytes_per_s=5e9)
     return Cluster(name="two-cores", devices=devices, links=(link,))
 
@@ -309,6 +273,10 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
         ({"backend": "measured"}, "give a workload"),
         ({"pool": [toy_problem()], "graph": "graph.json"}, "one of workload, graph and pool"),
         ({"pool": [toy_problem()] * 2, "backend": "measured"}, "of a pool are simulated"),
+        (
+            {"workload": linear_step(), "cluster": two_cores(), "memory": {"cpu": 1}},
+            "leave memory out",
+        ),
     ],
 )
 def test_a_backend_that_cannot_be_had_is_refused(given: dict[str, Any], message: str) -> None:
@@ -320,9 +288,3 @@ def test_the_reward_comes_from_the_given_backend() -> None:
     reward, info, _ = played(PlacementEnv(backend=Constant()), lambda: 1)
     assert reward == 0.0
     assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})
-
-
-def test_a_cluster_has_its_own_limits_of_memory() -> None:
-    step = Workload.of(nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3)), F.mse_loss)
-    with pytest.raises(ValueError, match="leave memory out"):
-        PlacementEnv(workload=step, cluster=discover("cpu"), memory={"cpu": 1 << 30})

@@ -23,10 +23,9 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.runtime import runtime_for
 from graphs.extract import Workload, extract
-from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays
 from placer.cli.main import main
-from tests.helpers.clusters import pair
+from tests.helpers.clusters import MEMORY, pair
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
@@ -75,6 +74,19 @@ def build() -> tuple[Towers, torch.Tensor]:
     return Towers(), torch.randint(2000, (16,))
 
 
+def assert_runs_alike(
+    placed: PlacedModule, alone: nn.Module, inputs: tuple[torch.Tensor, ...], loss: torch.Tensor
+) -> None:
+    """Assert that a placed step has this loss and the gradients of the model."""
+    found = placed(*inputs)
+    found.backward()
+    torch.testing.assert_close(found.cpu(), loss, atol=1e-5, rtol=1e-5)
+    for here, there in zip(placed.parameters(), alone.parameters(), strict=True):
+        assert here.grad is not None
+        assert there.grad is not None
+        torch.testing.assert_close(here.grad.cpu(), there.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: Path) -> None:
     model, tokens = build()
     alone = copy.deepcopy(model)
@@ -96,21 +108,15 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
     assert single.why.startswith("vdev:0 needs") or not single.is_single
     found.save(tmp_path / "placement.json")
 
-    expected = alone(tokens)
-    expected.backward()
+    loss = alone(tokens)
+    loss.backward()
     for own, placement in ((model, found), (copy.deepcopy(alone), tmp_path / "placement.json")):
         own.zero_grad()
         TRANSFERS.clear()
         with placer.apply(own, placement, tokens) as placed:
-            loss = placed(tokens)
-            loss.backward()
+            assert_runs_alike(placed, alone, (tokens,), loss.detach())
         assert TRANSFERS
-        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
         assert placed.state_dict().keys() == alone.state_dict().keys()
-        for here, there in zip(placed.parameters(), alone.parameters(), strict=True):
-            assert here.grad is not None
-            assert there.grad is not None
-            torch.testing.assert_close(here.grad.to("cpu"), there.grad, atol=1e-6, rtol=0)
     assert next(model.left.parameters()).device.type == "vdev"
 
 
@@ -150,9 +156,7 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
         model,
         tokens,
         devices="vdev:0,cpu",
-        constraints=placer.Constraints(
-            memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins={"left": "vdev:0", "right": "cpu"}
-        ),
+        constraints=placer.Constraints(memory=MEMORY, pins={"left": "vdev:0", "right": "cpu"}),
         search=placer.SearchConfig(budget="20e", policy=None, overlap=True),
         progress=False,
     )
@@ -161,25 +165,26 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
     assert "sending(" not in placer.apply(model, found).source
 
 
-def test_overlap_is_refused_where_nothing_overlaps() -> None:
+@pytest.mark.parametrize(
+    ("extractor", "devices", "message"),
+    [
+        ("modules", "vdev:0,cpu", "graph of modules"),
+        ("export", f"core:{min(os.sched_getaffinity(0))}", "pinned cores"),
+    ],
+)
+def test_overlap_is_refused_where_nothing_overlaps(
+    extractor: str, devices: str, message: str
+) -> None:
     model, tokens = build()
-    cluster = pair()
-    extraction = extract(Workload.of(model, tokens), "modules")
-    with pytest.raises(ValueError, match="graph of modules"):
+    cluster = discover(devices, MEMORY if extractor == "modules" else None)
+    extraction = extract(Workload.of(model, tokens), extractor)
+    with pytest.raises(ValueError, match=message):
         runtime_for(extraction, cluster, overlap=True)
-    graph = GraphArrays.from_graph(placeable(extraction).graph)
-    nowhere = np.zeros(len(graph.ids))
-    of_modules = Placement.of(graph, cluster, nowhere.astype(int), nowhere)
-    with pytest.raises(ValueError, match="graph of modules"):
-        placer.apply(model, of_modules, tokens, extractor="modules", overlap=True)
-    core = discover(f"core:{min(os.sched_getaffinity(0))}")
-    with pytest.raises(ValueError, match="pinned cores"):
-        runtime_for(extract(Workload.of(model, tokens)), core, overlap=True)
-    ops = GraphArrays.from_graph(extract(Workload.of(model, tokens)).graph)
-    zeros = np.zeros(len(ops.ids))
-    on_core = Placement.of(ops, core, zeros.astype(int), zeros)
-    with pytest.raises(ValueError, match="pinned cores"):
-        placer.apply(model, on_core, tokens, overlap=True)
+    graph = GraphArrays.from_graph(extraction.graph)
+    zeros = np.zeros(len(graph))
+    placement = Placement.of(graph, cluster, zeros.astype(int), zeros)
+    with pytest.raises(ValueError, match=message):
+        placer.apply(model, placement, tokens, extractor=extractor, overlap=True)
 
 
 def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path) -> None:
@@ -192,7 +197,7 @@ def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path
             tokens,
             devices="vdev:0,cpu",
             search=placer.SearchConfig(budget="50e", policy=None),
-            constraints=placer.Constraints(memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins=pins),
+            constraints=placer.Constraints(memory=MEMORY, pins=pins),
             progress=False,
         )
 
@@ -232,14 +237,9 @@ def test_a_model_too_large_for_a_gpu_is_placed_and_runs_as_placed() -> None:
     assert found.best.measurement is not None
     assert found.device_of("0") == "cpu"  # 256 MB, and as much for its gradient
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # the limit is lifted
-    placed = placer.apply(model, found)
-    loss = placed(tokens, target)
+    loss = nn.MSELoss()(alone(tokens), target)
     loss.backward()
-    nn.MSELoss()(alone(tokens), target).backward()
-    for here, there in zip(placed.parameters(), alone.parameters(), strict=True):
-        assert here.grad is not None
-        assert there.grad is not None
-        torch.testing.assert_close(here.grad.to("cpu"), there.grad, atol=1e-4, rtol=1e-4)
+    assert_runs_alike(placer.apply(model, found), alone, (tokens, target), loss.detach())
 
 
 def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(

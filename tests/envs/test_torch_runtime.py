@@ -33,7 +33,7 @@ from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from tests.helpers import tiny_models
-from tests.helpers.clusters import MEMORY, linked, pair
+from tests.helpers.clusters import MEMORY, equal_costs, linked
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
@@ -51,10 +51,7 @@ def small() -> tuple[Workload, Problem, list[Placement]]:
     step = tiny_models.conv_net()
     extraction = extract(step)
     calls = call_graph(extraction)
-    ones = np.full(len(calls.graph), 1e-5)
-    costs_s = {device.kind: ones for device in pair().devices}
-    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))
-    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    problem = equal_costs(calls.graph)
     index = np.arange(problem.op_count)
     group = problem.graph.group
     alternating = np.where(group >= 0, group % 2, 0)
@@ -92,49 +89,33 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
     assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
 
 
+@pytest.mark.parametrize(("index", "name"), [(0, "vdev:0"), (2, "cpu")])
 def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
-    small: Small, monkeypatch: pytest.MonkeyPatch
+    index: int, name: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, placements = small
     forward = PlacedModule.forward
 
     def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
-        if all(p.device.type == "vdev" for p in module.parameters()):
-            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        if {str(p.device) for p in module.parameters()} == {name}:
+            if name == "cpu":
+                torch.empty(1 << 50)
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory")
         return forward(module, *inputs, **keywords)
 
     monkeypatch.setattr(PlacedModule, "forward", cramped)
-    monkeypatch.setattr(TorchExecutor, "_peaks", lambda _: {"vdev:0": 7})  # vdev counts nothing
+    monkeypatch.setattr(TorchExecutor, "_peaks", lambda _: {name: 7})  # vdev counts nothing
     with opened(small) as backend:
-        full, *others = backend.evaluate(placements)
-    assert not full.feasible
-    assert full.step_s == math.inf
-    assert "Tried to allocate 512.00 MiB" in full.why
-    assert "GB on vdev:0" in full.why
-    assert full.peak_memory_bytes == {"vdev:0": 7}, "what was measured, not what was predicted"
+        others = backend.evaluate(small[2])
+    full = others.pop(index)
+    assert (full.feasible, full.step_s) == (False, math.inf)
+    assert full.measurement is not None
+    assert full.measurement.overfull
+    assert "can't allocate memory" in full.why
+    assert f"GB on {name}" in full.why
+    assert full.peak_memory_bytes == {name: 7}, "what was measured, not what was predicted"
     for one in others:
         assert one.feasible
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
-
-
-def test_a_host_without_memory_fails_like_a_device(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, _, (there, _, here) = small
-    forward = PlacedModule.forward
-
-    def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
-        if any(p.device.type == "cpu" for p in module.parameters()):
-            torch.empty(1 << 50)
-        return forward(module, *inputs, **keywords)
-
-    monkeypatch.setattr(PlacedModule, "forward", cramped)
-    with opened(small) as backend:
-        full, fine = measurements(backend.evaluate([here, there]))
-    assert full.overfull
-    assert "can't allocate memory" in full.failure
-    assert "GB on cpu" in full.failure
-    assert fine.ok
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, IndexError])
@@ -313,9 +294,7 @@ def test_every_step_of_a_turn_begins_with_the_same_lists() -> None:
     step = Workload.of(Growing(), ([torch.randn(3, 4)], torch.randn(3, 4)), nn.MSELoss())
     extraction = extract(step, "modules")
     modules = module_map(extraction)
-    ones = dict.fromkeys((device.kind for device in pair().devices), np.ones(len(modules.graph)))
-    graph = with_costs(modules.graph, ones, dict.fromkeys(ones, "made"))
-    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    problem = equal_costs(modules.graph)
     none = np.zeros(problem.op_count)
     placement = Placement.of(problem.graph, problem.cluster, none.astype(int), none)
     with Measured(TorchExecutor(extraction, modules, problem), rounds=2) as backend:

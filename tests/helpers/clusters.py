@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import networkx as nx
+import numpy as np
+
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.hardware.discover import discover
+from envs.problem import Problem
+from graphs.costs import with_costs
+from graphs.graph import GraphArrays
 
 
 def nodes(
@@ -55,6 +61,13 @@ def linked() -> Cluster:
     cluster = pair()
     link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     return replace(cluster, links=(link,))
+
+
+def equal_costs(graph: nx.DiGraph[str]) -> Problem:
+    """Return the problem of a graph whose ops all take 10 us on either of the two devices."""
+    costs_s = {device.kind: np.full(len(graph), 1e-5) for device in pair().devices}
+    known = with_costs(graph, costs_s, dict.fromkeys(costs_s, "made"))
+    return Problem.of(GraphArrays.from_graph(known), linked())
 
 
 CLUSTER = """

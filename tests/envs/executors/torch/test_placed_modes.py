@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import ExtractionError, Workload, extract
 from tests.helpers.extracted_steps import fresh, on
 from tests.helpers.in_turn import in_turn
 from tests.helpers.placed_steps import random_devices
-from tests.helpers.tiny_models import Plain, squared
+from tests.helpers.tiny_models import squared
 from tests.helpers.trained_alike import on_cpu
 from tests.helpers.vdev import TRANSFERS
 
@@ -34,36 +34,11 @@ def dropping() -> Workload:
     return Workload.of(model, (torch.randn(5, 4), torch.randn(5, 2)), squared)
 
 
-def host_only(found: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), found)
-
-
 def answer(step: Workload) -> Any:
     """Return the model's output in eval mode."""
     model = copy.deepcopy(step.model).eval()
     with torch.no_grad():
         return model(*step.model_inputs, **step.keywords)
-
-
-def trained(
-    step: Workload, module: Callable[..., Any], rounds: int, validate: bool
-) -> list[Tensor]:
-    """Return the losses of a usual training loop and the validation outputs in between."""
-    assert isinstance(module, nn.Module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    seen = []
-    for number in range(rounds):
-        module.train()
-        torch.manual_seed(number)
-        optimizer.zero_grad()
-        loss = module(*step.inputs)
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.detach().cpu())
-        if validate:
-            module.eval()
-            seen.append(module(*step.model_inputs).cpu())
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -75,17 +50,29 @@ def test_other_models_answer_as_they_do_in_eval_mode(name: str, device: torch.de
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 1)).eval()
     step = extraction.step
     found = placed(*step.model_inputs, **step.keywords)
-    torch.testing.assert_close(host_only(found), expected, rtol=1e-5, atol=1e-6)
+    found = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), found)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> None:
-    losses = []
+    runs = []
     for validate in (False, True):
         extraction = extract(dropping())
         placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 0))
-        seen = trained(extraction.step, placed, 3, validate)
-        losses.append((seen[:: 2 if validate else 1], on_cpu(placed.state_dict())))
-    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            loss = placed(*extraction.step.inputs)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().cpu())
+            if validate:
+                placed.eval()(*extraction.step.model_inputs)
+                placed.train()
+        runs.append((losses, on_cpu(placed.state_dict())))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
 def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.device) -> None:
@@ -117,17 +104,11 @@ def test_what_is_placed_anew_is_so_in_both_modes(device: torch.device) -> None:
 
 
 def test_a_call_that_training_lacks_goes_where_its_module_is(device: torch.device) -> None:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        first, second = m.get_submodule("first"), m.get_submodule("second")
-        made: Tensor = second(first(x))
-        return made
-
-    torch.manual_seed(0)
-    layers = {"first": nn.Linear(4, 4), "second": Clamped()}
-    step = Workload.of(Plain(forward, **layers), (torch.randn(3, 4), torch.randn(3, 4)), squared)
+    model = nn.Sequential(nn.Linear(4, 4), Clamped())
+    step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
     expected = answer(step)
     extraction = extract(step)
-    placed = PlacedModule(extraction, on(extraction, device, lambda key: key.startswith("second")))
+    placed = PlacedModule(extraction, on(extraction, device, lambda key: key.startswith("1")))
     placed.eval()
     found = placed(*step.model_inputs)
     assert found.device == device
