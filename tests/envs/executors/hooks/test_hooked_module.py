@@ -184,8 +184,8 @@ def test_a_step_in_bf16_is_under_autocast_on_each_of_its_devices(device: torch.d
 def test_it_is_placed_anew_and_moves_back_what_was_moved(device: torch.device) -> None:
     step = made("norm_twice")
     _, placed = placed_at(step, {"": "cpu"})
-    everything: dict[str, torch.device | str] = {"": device}
-    for devices in (everything, {"": "cpu", "norm": device}):
+    placements: list[dict[str, torch.device | str]] = [{"": device}, {"": "cpu", "norm": device}]
+    for devices in placements:
         placed.place(devices)
         assert placed.get_submodule("norm").running_mean.device == device
         placed.load_state_dict(step.model.state_dict())

@@ -178,7 +178,9 @@ def test_after_an_error_lists_hold_what_they_held(
 def normed(m: Any, x: Tensor) -> Tensor:
     norm = m.norm
     stats = {"running_mean": norm.running_mean, "running_var": norm.running_var}
-    h = F.batch_norm(m.first(x), *stats.values(), norm.weight, norm.bias, m.training)
+    h = F.batch_norm(
+        m.first(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, m.training
+    )
     by_keywords = F.batch_norm(x, **stats, training=True)
     found: Tensor = m.second(h) * norm.running_mean + by_keywords
     return found
