@@ -31,7 +31,7 @@ from graphs.names import suggestion
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.progress import Progress, Silent, counter
 from placer.search.compilation import compiled_beside, load_compiled_code
-from placer.warm_start import check_here, placement_of, warm_start_of
+from placer.warm_start import WarmStart, check_here, placement_of, warm_start_of
 
 if TYPE_CHECKING:
     from envs.measured import Measured
@@ -227,7 +227,7 @@ def measured(
 
 
 def evaluation_job(
-    placement: Placement | Mapping[str, int | str] | str | Path,
+    placement: WarmStart | Mapping[str, int | str] | str | Path,
     source: Source | str | Path,
     devices: str | Path | Cluster | None = None,
     *,

@@ -95,14 +95,6 @@ def explained(
     return kind(text, remedy=remedy)
 
 
-def unforeseen(step: Workload, error: Exception) -> str:
-    """Return a message about an unforeseen error between torch's trace and the graph."""
-    return (
-        f"{type(step.model).__name__} was traced, but no graph comes out of the trace: "
-        f"{type(error).__name__}: {first_line(error)}. Another extractor may take it."
-    )
-
-
 def first_line(error: Exception) -> str:
     r"""Return the first line of an error, without addresses of objects and the full stop.
 

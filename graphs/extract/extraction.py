@@ -20,7 +20,7 @@ from graphs.extract.convert import OpFacts, Traced, convert
 from graphs.extract.dag import build_graph, calls_of
 from graphs.extract.dispatch import record
 from graphs.extract.eager import check_gradients, check_runs
-from graphs.extract.errors import first_line, sentences, shown_lines, unforeseen
+from graphs.extract.errors import first_line, sentences, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace
 from graphs.extract.model_state import on_host
@@ -119,18 +119,9 @@ class Extraction:
 def extract(step: Workload, extractor: str = "auto") -> Extraction:
     """Extract the graph of one step.
 
-    Torch traces a model on one device, so meanwhile copies of its state on the host replace it: a
-    model that runs placed can be placed anew.
-
-    Args:
-        step: the model and its example inputs.
-        extractor: one of ``EXTRACTORS``, or "auto": the first that accepts the step.
-
-    Raises:
-        StepError: the step itself is at fault: the model fails on these inputs, has nothing to
-            train, no scalar loss or no ops.
-        ExtractionError: no extractor accepts it, or the one asked for does not.
-        ValueError: there is no such extractor.
+    ``extractor`` is one of ``EXTRACTORS``, or "auto": the first that accepts the step. Torch traces
+    a model on one device, so meanwhile copies of its state on the host replace it: a model that
+    runs placed can be placed anew.
     """
     names = [name for name in EXTRACTORS if extractor in ("auto", name)]
     if not names:
@@ -209,7 +200,10 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
     except ExtractionError:
         raise
     except Exception as error:
-        raise ExtractionError(unforeseen(step, error)) from error
+        raise ExtractionError(
+            f"{type(step.model).__name__} was traced, but no graph comes out of the trace: "
+            f"{type(error).__name__}: {first_line(error)}. Another extractor may take it."
+        ) from error
 
 
 def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extraction:

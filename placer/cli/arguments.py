@@ -1,23 +1,85 @@
-"""Arguments that several commands share, and the parsers of their values."""
+"""The parser of all commands, the arguments that several share, and the parsers of their values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from graphs.names import suggestion
 from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
-from placer.cli.errors import UsageError
+from placer.cli.errors import BAD_USAGE, UsageError
+from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
     from placer.sources.target import Target
 
 LARGEST_SEED: Final = 2**32 - 1
 """The largest seed that all random generators accept, torch's and numpy's included."""
+OTHER_SPELLINGS: Final = {"simulate": "evaluate"}
+"""{accepted word: command}; other programs call them, and the help leaves them out."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose commands report errors in their own options.
+
+    argparse passes options that a command does not know to the parent parser, which would print the
+    usage of all commands; and it reports a missing argument before the mistyped option that hides
+    it.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and exit with code 2 if a word is neither a command nor an option."""
+        words = sys.argv[1:] if args is None else list(args)
+        if commands := self._commands():
+            words = self._check_command(words, commands)
+        else:
+            self._check_options(words)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the error in one line and a pointer to the help, as the usage may be long."""
+        self.exit(BAD_USAGE, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+    def _commands(self) -> Mapping[str, argparse.ArgumentParser]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return action.choices
+        return {}
+
+    def _check_command(
+        self, words: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
+    ) -> list[str]:
+        """Return the words with the command's usual name; exit if there is none."""
+        if not words:
+            self.print_help(sys.stderr)
+            self.exit(BAD_USAGE)
+        before = list(takewhile(lambda word: word.startswith("-"), words))
+        self._check_options(before)
+        name, rest = words[len(before) :][:1], words[len(before) + 1 :]
+        name = [OTHER_SPELLINGS.get(word, word) for word in name]
+        if name and name[0] not in commands:
+            hint = suggestion(name[0], list(commands)) or f": there are {', '.join(commands)}"
+            self.error(f"there is no command {name[0]!r}{hint}")
+        return [*before, *name, *rest]
+
+    def _check_options(self, words: Sequence[str]) -> None:
+        for word in takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if not name.startswith("--") or " " in name or name in self._option_string_actions:
+                continue
+            hint = suggestion(name, self._option_string_actions)
+            if not hint and self._commands():
+                hint = ": options follow the name of their command"
+            self.error(f"there is no option {name}{hint}")
 
 
 def seed(text: str) -> int:
@@ -221,13 +283,6 @@ def target_file(target: str) -> Path:
     return Path(path if colon else target)
 
 
-def is_graph(target: str) -> bool:
-    """Return whether a target is a graph file."""
-    from placer.sources.target import is_graph_file
-
-    return is_graph_file(target)
-
-
 def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[str]:
     """Return the words of the options of :func:`add_model` that differ from their defaults."""
     values = (
@@ -242,11 +297,7 @@ def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[s
 def check_model_options(
     args: argparse.Namespace, target: str, *, needs_cluster: bool = True
 ) -> None:
-    """Check that the options of :func:`add_model` and the devices suit the target.
-
-    Raises:
-        UsageError: they contradict each other, or are for models and the target is a graph file.
-    """
+    """Check that the options of :func:`add_model` and the devices suit the target."""
     if args.inference and args.optimizer != NONE:
         raise UsageError(
             "inference has no gradients for an optimizer: give --inference or --optimizer"
@@ -256,10 +307,10 @@ def check_model_options(
         raise UsageError(
             "give --devices and --memory, or --cluster: a cluster file has devices and memory sizes"
         )
-    if needs_cluster and is_graph(target) and cluster is None:
+    if needs_cluster and is_graph_file(target) and cluster is None:
         raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
     words = model_options(args)
     words += ["--no-measure"] if getattr(args, "no_measure", False) else []
-    if words and is_graph(target):
+    if words and is_graph_file(target):
         names = " and ".join(word for word in words if word.startswith("--"))
         raise UsageError(f"a graph file is extracted already: {names} can only be given for models")

@@ -19,8 +19,9 @@ REMEDIES: Final = {
     "modules": "--extractor modules",
     "fp32": "--dtype fp32",
     "no costs": "placer extract --costs none",
+    "inference": "--inference",
 }
-"""{remedy of an ExtractionError: the option that applies it}."""
+"""{remedy of an ExtractionError or TargetError: the option that applies it}."""
 
 
 class UsageError(Exception):
@@ -58,9 +59,11 @@ def exit_code_of(error: BaseException) -> int | None:
         return JOB_FAILED
     if isinstance(error, SystemError | ImportError) and memory_shortage(error) is None:
         return None
-    option = REMEDIES.get(getattr(error, "remedy", None) or "")
-    advice = f" Try {option}." if option else ""
-    print(f"placer: {brief(sentence(error))}{advice}", file=sys.stderr)
+    text = brief(sentence(error))
+    remedies = (getattr(one, "remedy", None) for one in (error, error.__cause__))
+    if remedy := next(filter(None, remedies), None):
+        text = f"{text.rstrip('.')}. Try {REMEDIES[remedy]}."
+    print(f"placer: {text}", file=sys.stderr)
     return BAD_USAGE if _is_bad_usage(error) else JOB_FAILED
 
 

@@ -13,7 +13,6 @@ from placer.cli.arguments import (
     add_model,
     check_model_options,
     count,
-    is_graph,
     option,
     output_group,
     target_file,
@@ -21,6 +20,7 @@ from placer.cli.arguments import (
 )
 from placer.cli.errors import JobError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
+from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
     from placer.evaluation import Evaluation
@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
     inputs = {"target": target_file(args.target), "--cluster": args.cluster}
     check_outputs({"--timeline": args.timeline}, {**inputs, "--placement": args.placement})
     check_model_options(args, args.target)
-    simulates_graph = is_graph(args.target)
+    simulates_graph = is_graph_file(args.target)
     from placer.evaluation import evaluate_job
 
     with usage_errors():
-        job: Job = _job(args)
+        job = _job(args)
     backend = args.backend or ("simulated" if simulates_graph else "measured")
     with progress_of(args) as progress:
         if simulates_graph:  # reading files is all that can go wrong
@@ -95,19 +95,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> Job:
     from envs.placement import Placement
-    from placer.job import Constraints, Job, SearchConfig
-    from placer.warm_start import check_here, load_warm_start
+    from placer.evaluation import evaluation_job
+    from placer.warm_start import load_warm_start
 
     start = load_warm_start(args.placement)
     if isinstance(start, Placement) and args.micro_batches is not None:
         start = replace(start, micro_batches=args.micro_batches)
-    if args.devices is None and args.cluster is None:
-        check_here(start)
-    return Job.of(
+    return evaluation_job(
+        start,
         target_of(args),
-        args.cluster or args.devices or ",".join(start.device_names),
-        search=SearchConfig(policy=None, start_from=start),
-        constraints=Constraints(memory=args.memory),
+        args.cluster or args.devices,
+        memory=args.memory,
         extractor=args.extractor,
     )
 

@@ -11,7 +11,6 @@ from placer.cli.arguments import (
     add_model,
     check_model_options,
     flag,
-    is_graph,
     option,
     output_group,
     pair,
@@ -20,6 +19,7 @@ from placer.cli.arguments import (
 from placer.cli.errors import UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, say, writing
 from placer.exports import FORMATS
+from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
     from envs.placement import Placement
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Extract the model, write the placement in the format, compare both."""
     check_outputs({"--out": args.out}, {"placement": args.placement})
-    if is_graph(args.target):
+    if is_graph_file(args.target):
         raise UsageError("a graph file has no modules to name: give the model that it is of")
     check_model_options(args, args.target)
     from graphs.extract import extract

@@ -11,7 +11,6 @@ from placer.cli.arguments import (
     add_model,
     check_model_options,
     flag,
-    is_graph,
     option,
     output_group,
     target_file,
@@ -19,6 +18,7 @@ from placer.cli.arguments import (
 )
 from placer.cli.errors import UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
+from placer.sources.names import is_graph_file
 
 HELP: Final = "write the graph of a model with measured op costs, or summarize it"
 EPILOG: Final = """\
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
     from placer.sources.target import load_graph_target
 
     cluster = None
-    if args.costs != "none" and not is_graph(args.target):
+    if args.costs != "none" and not is_graph_file(args.target):
         with usage_errors():
             cluster = cluster_of(args.cluster or args.devices or "core:0", args.memory)
     with progress_of(args) as progress:
-        if is_graph(args.target):
+        if is_graph_file(args.target):
             graph, extraction = load_graph_target(args.target), None
         else:
             graph, extraction = extract_source(
@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("nothing to do: give --out graph.json, --summary or --json")
     check_model_options(args, args.target, needs_cluster=False)
     for_costs = args.devices or args.cluster or args.memory
-    if is_graph(args.target) and (args.costs or for_costs):
+    if is_graph_file(args.target) and (args.costs or for_costs):
         raise UsageError(
             "a graph file is extracted already and keeps its costs: --costs, --devices, --memory "
             "and --cluster are for models"

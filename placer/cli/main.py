@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets ``run``, which takes the parsed arguments."""
     from placer.cli import evaluate, export, extract, machine, optimize, run, show, train
-    from placer.cli.arguments import add_output
-    from placer.cli.parser import CommandParser
+    from placer.cli.arguments import CommandParser, add_output
     from placer.startup import VERSION
 
     parser = CommandParser(

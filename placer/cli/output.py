@@ -81,11 +81,7 @@ def plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in errors of writing it.
-
-    Raises:
-        JobError: the file could not be written.
-    """
+    """Name the file in errors of writing it."""
     try:
         yield
     except OSError as error:
@@ -109,10 +105,6 @@ def check_outputs(
         outputs: {option: file to write, None if not set}.
         inputs: {option: file to read}; no result may replace one.
         least_bytes: smallest size of each output.
-
-    Raises:
-        UsageError: a file cannot be written, or would replace another.
-        JobError: a disk is full.
     """
     taken = {_real(path): name for name, path in inputs.items() if path is not None}
     for option, path in outputs.items():

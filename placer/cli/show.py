@@ -11,7 +11,6 @@ from placer.cli.arguments import (
     add_devices,
     add_model,
     check_model_options,
-    is_graph,
     model_options,
     option,
     target_file,
@@ -19,6 +18,7 @@ from placer.cli.arguments import (
 )
 from placer.cli.errors import UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
+from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
     from envs.placement import Placement
@@ -137,17 +137,13 @@ def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress
 
 
 def write_report(result: Result, args: argparse.Namespace, placement: Path, path: Path) -> None:
-    """Write the report of a result whose placement is in a file.
-
-    Raises:
-        JobError: it cannot be written.
-    """
+    """Write the report of a result whose placement is in a file."""
     from graphs.files import write_whole
     from placer.report.html import Source, next_commands, page, report_data
 
     names = result.problem.cluster.names
     place = ["--cluster", str(args.cluster)] if args.cluster else []
-    if not (place or is_graph(args.target)):
+    if not (place or is_graph_file(args.target)):
         place = ["--devices", ",".join(names)]
     if args.memory:
         place += ["--memory", ",".join(f"{name}={size}" for name, size in args.memory.items())]

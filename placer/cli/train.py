@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import add_devices, count, flag, is_graph, option, output_group, seed
+from placer.cli.arguments import add_devices, count, flag, option, output_group, seed
 from placer.cli.errors import JobError, UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
+from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +158,7 @@ def _measured(args: argparse.Namespace, config: TrainingConfig) -> tuple[Workloa
 
     if args.target is None:
         raise UsageError("measured steps are those of one model: give --target")
-    if is_graph(args.target):
+    if is_graph_file(args.target):
         raise UsageError("a graph file cannot be run: give the function that makes the model")
     cluster = discover(args.devices or "auto", args.memory)
     return load_step(args.target, training=True), cluster

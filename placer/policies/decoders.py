@@ -109,7 +109,7 @@ class Processes:
             ) from error
 
 
-_own: list[InProcess] = []
+_decoder: list[InProcess] = []
 """In a worker process: its decoder."""
 
 
@@ -118,7 +118,7 @@ def _begin(problems: list[Problem]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _own.append(InProcess([Evaluator(problem) for problem in problems]))
+    _decoder.append(InProcess([Evaluator(problem) for problem in problems]))
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
@@ -128,7 +128,7 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
 
 
 def _costs(numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
-    return _own[0].costs(numbers, weights)
+    return _decoder[0].costs(numbers, weights)
 
 
 class RayTasks:

@@ -41,6 +41,7 @@ from placer.policies.training.scores import (
     scores,
     untrained_scores,
 )
+from placer.progress import Silent
 from placer.startup import VERSION
 
 SEED: Final = 4_000_000
@@ -50,7 +51,6 @@ ALL: Final = "all"
 ONE, BEST, UNTRAINED = "one decode", "best of 16", "untrained, best of 16"
 
 Ratios: TypeAlias = NDArray[np.float64]
-Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ def load_suites(path: Path | None = None) -> Mapping[str, Suite]:
 
 
 def _by_name(content: object) -> Mapping[str, Suite]:
-    found = record(_Suites, content).suite
-    suites = {suite.name: suite for suite in found}
-    if len(suites) < len(found):
+    listed = record(_Suites, content).suite
+    suites = {suite.name: suite for suite in listed}
+    if len(suites) < len(listed):
         raise ValueError("two suites have one name")
     return suites
 
@@ -102,7 +102,11 @@ def suite_named(name: str, suites: Mapping[str, Suite]) -> Suite:
 
 
 def evaluate(
-    policy: Policy, suite: Suite, *, seeds: int = SEEDS, progress: Progress | None = None
+    policy: Policy,
+    suite: Suite,
+    *,
+    seeds: int = SEEDS,
+    progress: Callable[[float, str], None] | None = None,
 ) -> dict[str, Any]:
     """Return the scores of a policy on a suite, as its card holds them.
 
@@ -112,13 +116,13 @@ def evaluate(
     samples around it.
     """
     deviation = float(np.exp(_first_log_std(policy.card)))
-    hear = progress or _silent
-    hear(0.0, "drawing graphs")
+    report = progress or Silent().advance
+    report(0.0, "drawing graphs")
     pool = suite.drawn()
     fixed: dict[str, Ratios] = dict(heuristic_ratios(pool))
     sampled: dict[str, list[Ratios]] = {BEST: [], UNTRAINED: []}
     for seed in range(seeds):
-        hear((seed + 0.5) / (seeds + 0.5), f"decoding, seed {seed}")
+        report((seed + 0.5) / (seeds + 0.5), f"decoding, seed {seed}")
         fixed[ONE], best = scores(policy, pool, seed)
         sampled[BEST].append(best)
         sampled[UNTRAINED].append(untrained_scores(deviation, pool, seed)[1])
@@ -134,10 +138,10 @@ def evaluate(
     }
 
 
-def write_into_card(path: Path, found: Mapping[str, Any]) -> None:
+def write_into_card(path: Path, evaluation: Mapping[str, Any]) -> None:
     """Write scores into the card of the policy at ``path``, replacing earlier ones of the suite."""
     card: dict[str, Any] = json.loads(json.dumps(load(str(path)).card))
-    card.setdefault("evaluations", {})[found["suite"]["name"]] = dict(found)
+    card.setdefault("evaluations", {})[evaluation["suite"]["name"]] = dict(evaluation)
     write_card(path, card)
 
 
@@ -166,7 +170,3 @@ def _first_log_std(card: Mapping[str, Any]) -> float:
         return record(Ppo, table(card.get("config", {}), "config").get("ppo", {}), "ppo").log_std
     except ValueError as error:
         raise ValueError(f"the card of the policy: {error}") from error
-
-
-def _silent(share: float, text: str) -> None:
-    """Ignore progress."""

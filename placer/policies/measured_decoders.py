@@ -54,8 +54,8 @@ class MeasuredDecoders:
             raise ValueError("no heuristic placement fits into memory: add a device")
         placements = [self._placement(c.devices, c.priority) for c in fitting]
         runs = self._run([placement for _, placement in placements])
-        loaded = contended(runs)
-        steps_s = [run.step_s(contended=loaded) for run in runs]
+        busy = contended(runs)
+        steps_s = [run.step_s(contended=busy) for run in runs]
         best = int(np.argmin(steps_s))
         if not runs[best].ok:
             raise WorkerError(f"{fitting[best].name} cannot be run: {runs[best].failure}")
@@ -74,21 +74,17 @@ class MeasuredDecoders:
 
     @classmethod
     def of(
-        cls, step: Workload, cluster: Cluster, tell: Callable[[str], None] | None = None
+        cls, step: Workload, cluster: Cluster, report: Callable[[str], None] = lambda _: None
     ) -> MeasuredDecoders:
-        """Extract a step, measure the costs of its ops and start its devices.
+        """Extract a step, measure its ops, start its devices; ``report`` each stage.
 
-        Args:
-            step: the model and its inputs.
-            cluster: devices of this machine; speeds are calibrated if there are no links.
-            tell: called with a text when a stage begins.
+        Speeds of the devices are calibrated if ``cluster`` has no links.
         """
-        hear = tell or _silent
         check_devices(cluster.names)
         if len(cluster) < 2:
             raise ValueError("on one device there is nothing to learn: name two or more")
         check_has_memory(step)
-        hear("extracting the graph")
+        report("extracting the graph")
         extraction = extract(step)
         runtime = runtime_for(extraction, cluster)
         if not runtime.runs:
@@ -96,12 +92,12 @@ class MeasuredDecoders:
                 "only the modules of this model were extracted: cuda:N and cpu can run them, "
                 "core:N cannot"
             )
-        hear("measuring op costs")
+        report("measuring op costs")
         cluster = cluster if cluster.links else calibrated(cluster)
         graph = costed(runtime, runtime.graph, cluster)
         problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
         load_compiled_code()
-        hear("measuring the heuristics")
+        report("measuring the heuristics")
         item = exercise(problem, "measured")
         step_s = item.reference_ns / 1e9
         backend = runtime.backend(problem, [step_s, 10.0 * step_s])
@@ -119,8 +115,8 @@ class MeasuredDecoders:
         devices, priority, simulated = self.evaluator.decode(weights)
         keys: list[bytes] = []
         new: dict[bytes, Placement] = {}
-        for own_devices, own_priority, cost in zip(devices, priority, simulated, strict=True):
-            key, placement = self._placement(own_devices, own_priority)
+        for device_row, priority_row, cost in zip(devices, priority, simulated, strict=True):
+            key, placement = self._placement(device_row, priority_row)
             keys.append(key)
             if cost >= OVERFULL_NS:
                 self._ratios[key] = CANNOT_RUN
@@ -154,14 +150,14 @@ class MeasuredDecoders:
     ) -> None:
         """Store the ratios of placements to the reference that ran in the same rounds."""
         self.measured += len(runs)
-        loaded = contended([reference, *runs])
+        busy = contended([reference, *runs])
         for key, run in zip(keys, runs, strict=True):
             if not run.ok:
                 ratio = CANNOT_RUN
-            elif run is reference or tied(run, reference, contended=loaded):
+            elif run is reference or tied(run, reference, contended=busy):
                 ratio = 1.0
             else:
-                ratio = run.step_s(contended=loaded) / reference.step_s(contended=loaded)
+                ratio = run.step_s(contended=busy) / reference.step_s(contended=busy)
             self._ratios[key] = ratio
 
     def _placement(
@@ -175,7 +171,3 @@ class MeasuredDecoders:
         made_by = MadeBy(placer="policy", version=VERSION)
         placement = Placement.of(problem.graph, problem.cluster, devices, ranks, made_by)
         return devices.tobytes() + ranks.tobytes(), placement
-
-
-def _silent(text: str) -> None:
-    """Ignore what begins."""

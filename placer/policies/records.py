@@ -48,12 +48,12 @@ class Items:
 
 def record(kind: type[Record], value: object, where: str = "") -> Record:
     """Create a dataclass from a table: keys are fields, missing ones have their defaults."""
-    own = dataclasses.fields(kind)  # type: ignore[arg-type]  # the caller gives a dataclass
+    members = dataclasses.fields(kind)  # type: ignore[arg-type]  # the caller gives a dataclass
     missing = dataclasses.MISSING
-    required = [f.name for f in own if f.default is missing and f.default_factory is missing]
-    given = fields(value, where, frozenset(f.name for f in own), required)
+    required = [f.name for f in members if f.default is missing and f.default_factory is missing]
+    items = fields(value, where, frozenset(f.name for f in members), required)
     hints = _hints(kind)
-    typed = {key: _typed(hints[key], item, inside(where, key)) for key, item in given.items()}
+    typed = {key: _typed(hints[key], item, inside(where, key)) for key, item in items.items()}
     try:
         return kind(**typed)
     except ValueError as error:
@@ -89,8 +89,8 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 def plain(value: Any) -> dict[str, Any]:
     """Return a dataclass in the form of JSON; the inverse of :func:`record`."""
-    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
-    return found
+    data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
+    return data
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
@@ -112,10 +112,10 @@ def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
 def _typed(annotation: Any, value: object, where: str) -> object:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        found = _typed(arguments[0], value, where)
+        typed = _typed(arguments[0], value, where)
         for limit in arguments[1:]:
-            limit.check(found, where)
-        return found
+            limit.check(typed, where)
+        return typed
     if origin in (Union, types.UnionType):
         return _only(arguments, value, where)
     if origin is Literal:
@@ -128,10 +128,10 @@ def _typed(annotation: Any, value: object, where: str) -> object:
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return record(annotation, value, where)
     if annotation is float:
-        given = number(value, where)
-        if not math.isfinite(given):
-            raise ValueError(f"{where} is {given}, not a finite number")
-        return given
+        real = number(value, where)
+        if not math.isfinite(real):
+            raise ValueError(f"{where} is {real}, not a finite number")
+        return real
     return {int: whole, str: text}[annotation](value, where)
 
 

@@ -72,14 +72,8 @@ REACHING_OUT: Final = frozenset({"from_file", "_print"})
 FACTORIES: Final = frozenset({"list", "dict", "set", "tuple", "int", "float", "bool", "str"})
 
 
-def load(path: Path, *, training: bool) -> Workload:
+def load(path: Path) -> Workload:
     """Return the inference step of an exported program on its saved example inputs."""
-    if training:
-        raise TargetError(
-            f"{path} is an exported program, whose mode is part of it, and can be placed for "
-            "inference only: add --inference. To place training, give the function that makes the "
-            "model: path/to/model.py:function"
-        )
     content = _checked(path)
     try:
         with quiet():

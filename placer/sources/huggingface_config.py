@@ -34,12 +34,7 @@ OF_HUB: Final = frozenset({"architecture", "backbone"})
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a configuration file, or that of a folder, without references to the folder's own code.
-
-    Raises:
-        ValueError: it is no JSON object, or requests code or weights from elsewhere.
-        OSError: it cannot be read.
-    """
+    """Read a configuration, of a file or folder, without references to the folder's own code."""
     file = path / CONFIG_NAME if path.is_dir() else path
     return load_checked(file, _harmless)
 
@@ -51,11 +46,7 @@ def _harmless(data: object) -> dict[str, Any]:
 
 
 def check_harmless(value: object, where: str = "") -> None:
-    """Check that no value of a configuration refers to downloads or makes the model too large.
-
-    Raises:
-        ValueError: a value does, is a keyword of transformers' loading functions, or is too large.
-    """
+    """Check that no value of a configuration refers to downloads or makes the model too large."""
     if isinstance(value, list | Mapping) and len(value) > LONGEST:
         raise ValueError(f"{where} has {len(value)} entries, more than {LONGEST}")
     key = where.rpartition(".")[2]

@@ -11,6 +11,10 @@ PREFIX: Final = "hf:"
 class TargetError(ValueError):
     """The target does not exist or does not define a model."""
 
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
 
 def is_huggingface(target: str) -> bool:
     """Return whether a target is a model of transformers."""

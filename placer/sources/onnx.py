@@ -30,15 +30,10 @@ NOTES: Final = ("doc_string", "metadata_props")
 SEED: Final = 0
 
 
-def load(target: str, *, training: bool) -> Workload:
+def load(target: str) -> Workload:
     """Return the inference step of an ONNX file on random inputs; integer inputs are 0 or 1."""
     name, _, query = target.partition("?")
     path = Path(name)
-    if training:
-        raise TargetError(
-            f"{path} is an ONNX file, which holds the inference of a model: add --inference. To "
-            "place training, give the function that makes the model: path/to/model.py:function"
-        )
     onnx = _onnx(path)
     # Importing this module creates all rules, so it is imported only when needed.
     from placer.sources.onnx_model import build

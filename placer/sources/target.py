@@ -29,16 +29,6 @@ from placer.sources.names import (
 if TYPE_CHECKING:
     from graphs.extract import Workload
 
-__all__ = [
-    "Target",
-    "TargetError",
-    "check_target",
-    "is_graph_file",
-    "load_function",
-    "load_graph_target",
-    "load_step",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -73,9 +63,6 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Workload:
 
     Without ``weights`` only the graph is needed: a model of transformers is then created on the
     meta device, without memory; a function creates its model as always.
-
-    Raises:
-        TargetError: the model, file or function does not exist, fails or returns something else.
     """
     if is_huggingface(target):
         from placer.sources import huggingface
@@ -83,14 +70,21 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Workload:
         return huggingface.load(
             huggingface.Request.parse(target), training=training, weights=weights
         )
+    if training and (is_onnx(target) or is_exported(target)):
+        raise TargetError(
+            f"{target.partition('?')[0]} holds the inference of a model and can be placed for that "
+            "only. To place training, give the function that makes the model: "
+            "path/to/model.py:function",
+            remedy="inference",
+        )
     if is_onnx(target):
         from placer.sources import onnx
 
-        return onnx.load(target, training=training)
+        return onnx.load(target)
     if is_exported(target):
         from placer.sources import exported
 
-        return exported.load(Path(target), training=training)
+        return exported.load(Path(target))
     path, name = _function_named(target)
     function = _function(_module(path), name, str(path))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,9 +138,9 @@ def formats(folder: Path) -> tuple[Format, ...]:
         return load_policy(str(path))
 
     def onnx_file(path: Path) -> object:
-        return onnx.load(str(path), training=False)
+        return onnx.load(str(path))
 
-    program = partial(exported.load, training=False)
+    program = exported.load
     return (
         Format("graph", "json", at.graph, load_graph, [of_graph], 20, at),
         Format("cluster", "toml", at.cluster, load_cluster, OF_CLUSTER, 20, at),

@@ -33,12 +33,12 @@ class Checkpoint:
 
     def write(self, path: Path) -> None:
         """Write the checkpoint, completely or not at all."""
-        parts = {f"finished.{i}": own for i, own in enumerate(self.finished)}
+        parts = {f"finished.{i}": saved for i, saved in enumerate(self.finished)}
         parts["learner"] = self.learner
         state = {
             "essence": self.essence,
             "graphs": self.graphs,
-            "parts": {part: [dict(own.tensors), own.data] for part, own in parts.items()},
+            "parts": {part: [dict(saved.tensors), saved.data] for part, saved in parts.items()},
             "rollouts": self.rollouts,
             "spent_s": self.spent_s,
             "log_bytes": self.log_bytes,
@@ -55,7 +55,7 @@ def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
                 f"{path}: it is of another training: {'; '.join(changed)}. Train with what it was, "
                 "or give --fresh to begin anew"
             )
-        parts = {part: Saved(*own) for part, own in table(state["parts"], "parts").items()}
+        parts = {part: Saved(*saved) for part, saved in table(state["parts"], "parts").items()}
         return Checkpoint(
             essence=essence,
             graphs=text(state["graphs"], "graphs"),

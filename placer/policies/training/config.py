@@ -206,22 +206,18 @@ def config_of(
 ) -> TrainingConfig:
     """Return the configuration of a file, or the default one of the backend, with some overrides.
 
-    Args:
-        path: of a TOML file.
-        length: of each seed.
-        families: of the graphs of all stages.
-        overrides: values of other fields, by name; None for none.
+    ``families`` are those of all stages; an override that is None changes nothing.
     """
-    own = {name: value for name, value in overrides.items() if value is not None}
+    values = {name: value for name, value in overrides.items() if value is not None}
     if path is not None:
         config = load_config(path)
     else:
-        config = MEASURED if own.get("backend") == "measured" else SIMULATED
+        config = MEASURED if values.get("backend") == "measured" else SIMULATED
     if length is not None:
-        own["length"] = length
+        values["length"] = length
     if families is not None:
-        own["stage"] = tuple(replace(stage, families=tuple(families)) for stage in config.stage)
-    return record(TrainingConfig, plain(replace(config, **own)))
+        values["stage"] = tuple(replace(stage, families=tuple(families)) for stage in config.stage)
+    return record(TrainingConfig, plain(replace(config, **values)))
 
 
 def _config(data: dict[str, Any]) -> TrainingConfig:

@@ -66,7 +66,7 @@ class Learner:
 
     def rollout(self) -> dict[str, float]:
         """Collect a rollout and learn from it; return its row of the log."""
-        self._ratios.found.clear()
+        self._ratios.ratios.clear()
         try:
             self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
         except ValueError:  # torch's message has all the numbers of a batch
@@ -74,19 +74,19 @@ class Learner:
             raise
         self._check_weights()
         self._average.update_parameters(self.model.policy)
-        told = self.model.logger.name_to_value
-        ratios = np.array(self._ratios.found)
+        values = self.model.logger.name_to_value
+        ratios = np.array(self._ratios.ratios)
         return {
             "decodes": self.decodes,
             "mean_ratio": float(np.exp(np.log(ratios).mean())) if len(ratios) else np.nan,
             "best_ratio": float(ratios.min()) if len(ratios) else np.nan,
             "log_std": float(self.model.policy.log_std.detach().mean()),
-            **{column: float(told.get(name, np.nan)) for column, name in LOGGED.items()},
+            **{column: float(values.get(name, np.nan)) for column, name in LOGGED.items()},
             "learning_rate": self.learning_rate,
         }
 
     def _check_weights(self) -> None:
-        if not all(own.isfinite().all() for own in self.model.policy.parameters()):
+        if not all(part.isfinite().all() for part in self.model.policy.parameters()):
             raise FloatingPointError(
                 f"the training diverged after {self.decodes} decodes: the network's weights are "
                 "no finite numbers any more; lower ppo.learning_rate, now "
@@ -99,8 +99,8 @@ class Learner:
         keys, random, position, has_gauss, gauss = np.random.get_state()
         tensors = {f"network.{k}": _array(v) for k, v in model.policy.state_dict().items()}
         tensors |= {f"average.{k}": _array(v) for k, v in self._average.state_dict().items()}
-        for number, own in optimizer.items():
-            tensors |= {f"optimizer.{number}.{k}": _array(v) for k, v in own.items()}
+        for number, state in optimizer.items():
+            tensors |= {f"optimizer.{number}.{k}": _array(v) for k, v in state.items()}
         tensors["random.torch"] = _array(torch.get_rng_state())
         tensors["random.numpy"] = np.asarray(random)
         if model.device.type == "cuda":
@@ -191,10 +191,10 @@ class _Ratios(BaseCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[float] = []
+        self.ratios: list[float] = []
 
     def _on_step(self) -> bool:
-        self.found += [info["ratio"] for info in self.locals["infos"] if "ratio" in info]
+        self.ratios += [info["ratio"] for info in self.locals["infos"] if "ratio" in info]
         return True
 
 

@@ -60,7 +60,7 @@ class Log:
 
     def __enter__(self) -> Log:
         """Return self."""
-        threading.excepthook = self._told
+        threading.excepthook = self._print_error
         return self
 
     def __exit__(
@@ -77,7 +77,7 @@ class Log:
             if self._board is not None:
                 self._board.close()
 
-    def _told(self, args: threading.ExceptHookArgs) -> None:
+    def _print_error(self, args: threading.ExceptHookArgs) -> None:
         """Print a thread's error, except TensorBoard's, which the next write raises."""
         if not type(args.thread).__module__.startswith("tensorboard."):
             self._excepthook(args)
@@ -87,7 +87,7 @@ class Log:
         os.fsync(self._file.fileno())
         return self._file.tell()
 
-    def tell(self, row: Mapping[str, float]) -> None:
+    def write(self, row: Mapping[str, float]) -> None:
         """Write a row and flush it."""
         self._write(_shown(row[column]) for column in COLUMNS)
         with _named(self._folder):

@@ -34,13 +34,13 @@ from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
 from placer.policies.training.scores import MEANING, MEASURED, mean, table
 from placer.policies.training.task import Curriculum, Task
+from placer.progress import Silent
 from placer.startup import VERSION
 
 if TYPE_CHECKING:
     from envs.hardware.cluster import Cluster
     from graphs.extract import Workload
 
-Progress = Callable[[float, str], None]
 RATIOS: Final = "ratios"
 """Ratios of one decode on every validation graph: in checkpoints, not in cards."""
 
@@ -50,7 +50,7 @@ def train(
     config: TrainingConfig | None = None,
     *,
     measured: tuple[Workload, Cluster] | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[float, str], None] | None = None,
     fresh: bool = False,
 ) -> Mapping[str, Any]:
     """Train one policy per seed and write them, the best first, to ``out``.safetensors and .json.
@@ -70,7 +70,7 @@ def train(
     """
     config = config or (SIMULATED if measured is None else MEASURED_CONFIG)
     _check(config, has_model=measured is not None)
-    tell = progress or _silent
+    report = progress or Silent().advance
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(f"{out.name}.checkpoint")
     checkpoint = None
@@ -80,12 +80,12 @@ def train(
         decoders: Decoders | None = None
         if measured is None:
             stack.enter_context(one_thread())  # measured models use all
-            tell(0.0, "drawing graphs")
+            report(0.0, "drawing graphs")
             curriculum = Curriculum.drawn(config)
         else:
             from placer.policies.measured_decoders import MeasuredDecoders
 
-            decoders = MeasuredDecoders.of(*measured, lambda text: tell(0.0, text))
+            decoders = MeasuredDecoders.of(*measured, lambda text: report(0.0, text))
             stack.enter_context(closing(decoders))
             curriculum = Curriculum.of_one(decoders.item)
         if checkpoint is not None and checkpoint.graphs != _digest(config, curriculum):
@@ -94,8 +94,8 @@ def train(
             )
         task = stack.enter_context(closing(Task(config, curriculum, decoders)))
         log = stack.enter_context(Log(out, keep_bytes=checkpoint.log_bytes if checkpoint else 0))
-        finished = _Run(config, curriculum, task, log, path, tell).seeds(checkpoint)
-        kept = most_helpful([own.data for own in finished], config.keep)
+        finished = _Run(config, curriculum, task, log, path, report).seeds(checkpoint)
+        kept = most_helpful([saved.data for saved in finished], config.keep)
         together = task.together([finished[i].tensors for i in kept], curriculum.tests)
         card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
     card["together"] = table(curriculum.tests, *together)
@@ -131,14 +131,14 @@ class _Run:
         task: Task,
         log: Log,
         path: Path,
-        tell: Progress,
+        report: Callable[[float, str], None],
     ) -> None:
         self.config = config
         self.curriculum = curriculum
         self.task = task
         self.log = log
         self.path = path
-        self.tell = tell
+        self.report = report
         self.finished: list[Saved] = []
         self.graphs = _digest(config, curriculum)
 
@@ -150,10 +150,10 @@ class _Run:
             seed = self.config.first_seed + len(self.finished)
             learner, spent_s = self._learnt(seed, checkpoint)
             checkpoint = None
-            self._tell(1.0, f"seed {seed}: scoring")
+            self._report(1.0, f"seed {seed}: scoring")
             row = self._row(seed, learner, spent_s)
             self.finished.append(Saved(self.task.tensors(learner.policy), row))
-            self._tell(0.0, f"seed {seed}: {row['validation']}")
+            self._report(0.0, f"seed {seed}: {row['validation']}")
         return self.finished
 
     def _learnt(self, seed: int, checkpoint: Checkpoint | None) -> tuple[Learner, float]:
@@ -174,14 +174,14 @@ class _Run:
             stage = config.stage_at(share)
             learner.batch.choose(self.curriculum.stages[stage])
             learner.learning_rate = config.ppo.learning_rate_at(share)
-            told = learner.rollout()
+            row = learner.rollout()
             rollouts, spent_s = rollouts + 1, clock() - began
             numbers = {"seed": seed, "rollout": rollouts, "stage": stage, "spent_s": spent_s}
-            self.log.tell({**numbers, **told})
+            self.log.write({**numbers, **row})
             if rollouts % config.checkpoint_rollouts == 0:
                 self._checkpoint(learner, rollouts, spent_s)
             share = config.length.share(learner.decodes, spent_s)
-            self._tell(share, f"seed {seed}, {learner.decodes} decodes{_ratio(told)}")
+            self._report(share, f"seed {seed}, {learner.decodes} decodes{_ratio(row)}")
         return learner, spent_s
 
     def _checkpoint(self, learner: Learner, rollouts: int, spent_s: float) -> None:
@@ -207,11 +207,9 @@ class _Run:
             RATIOS: alone.round(6).tolist(),
         }
 
-    def _share(self, share: float) -> float:
-        return min((len(self.finished) + min(share, 1.0)) / self.config.seeds, 1.0)
-
-    def _tell(self, share: float, text: str) -> None:
-        self.tell(self._share(share), text)
+    def _report(self, share: float, text: str) -> None:
+        done = len(self.finished) + min(share, 1.0)
+        self.report(min(done / self.config.seeds, 1.0), text)
 
 
 def most_helpful(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:
@@ -237,7 +235,7 @@ def _card(
     kept: Sequence[Mapping[str, Any]],
     finished: Sequence[Saved],
 ) -> dict[str, Any]:
-    rows = [{k: v for k, v in own.data.items() if k != RATIOS} for own in finished]
+    rows = [{k: v for k, v in saved.data.items() if k != RATIOS} for saved in finished]
     return {
         "format": FORMAT,
         "name": name,
@@ -263,13 +261,14 @@ def _trained_on(config: TrainingConfig, curriculum: Curriculum) -> dict[str, Any
     problems = [item.evaluator.problem for item in curriculum.pool]
     if config.backend == "measured":
         [problem] = problems
-        own: dict[str, Any] = {"graph": problem.graph.name, "devices": list(problem.cluster.names)}
+        names = problem.cluster.names
+        source: dict[str, Any] = {"graph": problem.graph.name, "devices": list(names)}
     else:
         families = dict.fromkeys(family for stage in config.stage for family in stage.families)
         devices = sorted({count for stage in config.stage for count in stage.clusters.devices})
-        own = {"families": list(families), "devices": devices}
+        source = {"families": list(families), "devices": devices}
     largest = max(problem.op_count for problem in problems)
-    return {**own, "graphs": len(problems), "largest_ops": largest}
+    return {**source, "graphs": len(problems), "largest_ops": largest}
 
 
 def _digest(config: TrainingConfig, curriculum: Curriculum) -> str:
@@ -277,13 +276,9 @@ def _digest(config: TrainingConfig, curriculum: Curriculum) -> str:
     if config.backend == "measured":
         [problem] = [item.evaluator.problem for item in curriculum.pool]
         return ",".join([problem.graph.hash, *problem.cluster.names])
-    seen = np.stack([item.summary for item in curriculum.pool])
-    return hashlib.sha256(seen.round(6).tobytes()).hexdigest()
+    summaries = np.stack([item.summary for item in curriculum.pool])
+    return hashlib.sha256(summaries.round(6).tobytes()).hexdigest()
 
 
-def _ratio(told: Mapping[str, float]) -> str:
-    return f", ratio {told['mean_ratio']:.3f}" if math.isfinite(told["mean_ratio"]) else ""
-
-
-def _silent(share: float, text: str) -> None:
-    """Ignore progress."""
+def _ratio(row: Mapping[str, float]) -> str:
+    return f", ratio {row['mean_ratio']:.3f}" if math.isfinite(row["mean_ratio"]) else ""

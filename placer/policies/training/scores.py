@@ -65,19 +65,19 @@ def baselines(
 
     ``deviation`` is the initial standard deviation of actions.
     """
-    found = {name: mean(ratios) for name, ratios in heuristic_ratios(pool).items()}
+    known = {name: mean(ratios) for name, ratios in heuristic_ratios(pool).items()}
     untrained = untrained_scores(deviation, pool, decoders=decoders)[1]
-    return {**found, "untrained, best of 16": mean(untrained)}
+    return {**known, "untrained, best of 16": mean(untrained)}
 
 
 def table(
     pool: Sequence[Exercise], alone: NDArray[np.float64], sampled: NDArray[np.float64]
 ) -> dict[str, Any]:
     """Return scores over all graphs and by family."""
-    found: dict[str, Any] = {"mean": mean(alone), "best_of_16": mean(sampled)}
+    rows: dict[str, Any] = {"mean": mean(alone), "best_of_16": mean(sampled)}
     for family, chosen in by_family(pool).items():
-        found[family] = {"mean": mean(alone[chosen]), "best_of_16": mean(sampled[chosen])}
-    return found
+        rows[family] = {"mean": mean(alone[chosen]), "best_of_16": mean(sampled[chosen])}
+    return rows
 
 
 def by_family(pool: Sequence[Exercise]) -> dict[str, NDArray[np.bool_]]:

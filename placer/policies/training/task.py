@@ -61,10 +61,6 @@ class Curriculum:
         """Train, validate and test on one problem."""
         return cls(pool=[item], stages=[np.zeros(1, np.int64)], validation=[item], tests=[item])
 
-    def scale(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return mean and standard deviation (F,) of the summaries of all stages."""
-        return pool_scale(self.pool)
-
 
 class Task:
     """Makes the learners of all seeds, and scores and writes what they learned.
@@ -80,8 +76,9 @@ class Task:
         self.curriculum = curriculum
         self.decoders = decoders or _decoders(config, curriculum)
         self.start = load(config.start) if config.start else None
-        self.scale = curriculum.scale()
-        if self.start is not None:
+        if self.start is None:
+            self.scale = pool_scale(curriculum.pool)
+        else:
             self.scale = self.start.feature_mean, self.start.feature_deviation
         self._scored = self.decoders if config.backend == "measured" else None
         self._relative: Rewards | None = None
@@ -139,7 +136,7 @@ class Task:
 
 
 def _joined(name: str, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]) -> Policy:
-    first, *others = (Policy.of(name, card, own) for own in tensors)
+    first, *others = (Policy.of(name, card, network) for network in tensors)
     return replace(first, others=tuple(others))
 
 

@@ -15,6 +15,12 @@ from placer.cli.run import sync_overrides
 HEAVY = ("torch", "numpy", "networkx", "gymnasium", "numba", "rich")
 
 
+def test_the_module_that_torchrun_starts_is_the_command_run() -> None:
+    command = [sys.executable, "-m", "placer.run", "--help"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed.startswith("usage: placer run ")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"

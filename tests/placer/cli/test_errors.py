@@ -14,7 +14,7 @@ from placer.choose import PlacementError
 from placer.cli.errors import JobError, UsageError, exit_code_of, memory_shortage, usage_errors
 from placer.cli.main import main
 from placer.cli.output import check_outputs
-from placer.sources.target import TargetError
+from placer.sources.names import TargetError
 from placer.warm_start import WarmStartError
 
 FREE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

@@ -239,7 +239,7 @@ def test_tensorboard_has_the_curve_where_it_is_installed(tmp_path: Path) -> None
 def write_until_it_fails(log: Log, rows: int) -> None:
     with log:
         for _ in range(rows):
-            log.tell(dict.fromkeys(COLUMNS, 1.0))
+            log.write(dict.fromkeys(COLUMNS, 1.0))
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from graphs.extract import extract
 from placer.sources import huggingface
-from placer.sources.target import TargetError, is_graph_file, load_step
+from placer.sources.names import TargetError, is_graph_file
+from placer.sources.target import load_step
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import assert_same
 from tests.helpers.tiny_transformers import COMMON, OTHERS, TARGETS, load

@@ -16,7 +16,8 @@ from envs.executors.cores.instruction_lists import device_lists, priority_order
 from graphs.extract import extract
 from graphs.models import ResNet, ResNetConfig
 from placer.sources import onnx as source
-from placer.sources.target import TargetError, load_step
+from placer.sources.names import TargetError
+from placer.sources.target import load_step
 from tests.helpers import one_process
 from tests.helpers.tiny_models import assert_same, export_onnx
 from tests.helpers.tiny_transformers import TARGETS

@@ -17,7 +17,8 @@ from torch import nn
 from torch.export import Dim
 from torch.export.pt2_archive import _package
 
-from placer.sources.target import TargetError, load_step
+from placer.sources.names import TargetError
+from placer.sources.target import load_step
 
 torch.set_num_threads(1)
 

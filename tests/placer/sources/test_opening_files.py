@@ -19,7 +19,8 @@ from graphs.graph_file import load_graph
 from placer.policies import load as load_policy
 from placer.policies.evaluation import load_suites
 from placer.policies.training.config import load_config
-from placer.sources.target import TargetError, load_step
+from placer.sources.names import TargetError
+from placer.sources.target import load_step
 from placer.warm_start import load_warm_start
 
 torch.set_num_threads(1)
