@@ -96,8 +96,7 @@ def name_nodes(module: fx.GraphModule) -> None:
 def cast_once(module: fx.GraphModule, joint: fx.Graph) -> list[fx.Node]:
     """Cast each parameter once where its trace, ``joint``, has casts of it for several readers.
 
-    Returns:
-        The casts added to the exported module; if there are any, it must be traced again.
+    If any casts are added to the exported module and returned, it must be traced again.
     """
     wanted: defaultdict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
     for node in joint.nodes:

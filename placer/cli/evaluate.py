@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -77,12 +78,10 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         job = _job(args)
     backend = args.backend or ("simulated" if simulates_graph else "measured")
-    with progress_of(args) as progress:
-        if simulates_graph:  # reading files is all that can go wrong
-            with usage_errors():
-                evaluation = evaluate_job(job, backend, progress)
-        else:
-            evaluation = evaluate_job(job, backend, progress)
+    # With a graph file, reading files is all that can go wrong.
+    errors = usage_errors() if simulates_graph else nullcontext()
+    with progress_of(args) as progress, errors:
+        evaluation = evaluate_job(job, backend, progress)
     print_result(args, evaluation.to_dict, lambda _: _print(evaluation))
     if evaluation.remark:
         say(args, evaluation.remark)

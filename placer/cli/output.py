@@ -99,13 +99,7 @@ def check_outputs(
     inputs: Mapping[str, Path | None],
     least_bytes: int = LEAST_BYTES,
 ) -> None:
-    """Check before any work that results can be written.
-
-    Args:
-        outputs: {option: file to write, None if not set}.
-        inputs: {option: file to read}; no result may replace one.
-        least_bytes: smallest size of each output.
-    """
+    """Check before any work that ``outputs`` {option: file} can be written and replace no input."""
     taken = {_real(path): name for name, path in inputs.items() if path is not None}
     for option, path in outputs.items():
         if path is None:

@@ -13,7 +13,6 @@ import json
 import math
 import reprlib
 import types
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -93,20 +92,22 @@ def plain(value: Any) -> dict[str, Any]:
     return data
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
-    """Return a sentence for every key whose value differs, by its path."""
-    return list(_differences(before, now, where))
-
-
-def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """Return a sentence for every key of JSON data whose value differs, by its path."""
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in dict.fromkeys([*before, *now]):
-            yield from _differences(before.get(key), now.get(key), inside(where, key))
+        parts = [
+            (before.get(key), now.get(key), inside(where, key))
+            for key in dict.fromkeys([*before, *now])
+        ]
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for i, (old, new) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(old, new, f"{where}[{i}]")
-    elif before != now:
-        yield f"{where} was {json.dumps(before)} and is {json.dumps(now)} now"
+        parts = [
+            (old, new, f"{where}[{i}]")
+            for i, (old, new) in enumerate(zip(before, now, strict=True))
+        ]
+    else:
+        same = before == now
+        return [] if same else [f"{where} was {json.dumps(before)} and is {json.dumps(now)} now"]
+    return [line for part in parts for line in differences(*part)]
 
 
 def _typed(annotation: Any, value: object, where: str) -> object:

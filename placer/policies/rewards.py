@@ -57,12 +57,9 @@ def plain_rewards(count: int) -> Rewards:
 def relative_rewards(
     decoders: Decoders, references: NDArray[np.int64], deviation: float
 ) -> Rewards:
-    """Return rewards relative to 32 untrained decodes of every problem.
+    """Return rewards relative to 32 untrained decodes of every problem that ``decoders`` hold.
 
-    Args:
-        decoders: hold the problems.
-        references: (G,) costs of the best heuristics.
-        deviation: standard deviation of the untrained actions.
+    ``references`` (G,) are costs of the best heuristics, ``deviation`` that of untrained actions.
     """
     count = len(references)
     rng = np.random.default_rng(SEED)

@@ -79,7 +79,7 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
             ExtractionError: the model cannot be extracted.
             WorkerError: workers do not start, or cannot run the model.
         """
-        if sum(own is not None for own in (workload, graph, pool)) > 1:
+        if sum(source is not None for source in (workload, graph, pool)) > 1:
             raise ValueError("give one of workload, graph and pool")
         if backend not in BACKENDS:
             raise ValueError(f"there is no backend {backend!r}, there are {', '.join(BACKENDS)}")
@@ -126,7 +126,9 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
         self._weights = weights_of(action[None])
         cost = int(self.decoders.costs(np.array([self._number]), self._weights)[0])
         info = {"step_ns": cost, "reference_ns": item.reference_ns, "family": item.family}
-        return self._observe(), reward_of(item, cost), True, False, info
+        ratio = np.array([item.ratio(max(cost, 1))])
+        reward = plain_rewards(1).of(np.zeros(1, np.int64), ratio)[0]
+        return self._observe(), float(reward), True, False, info
 
     def render(self) -> str | None:
         """Return the simulated schedule of the last step as text, in mode "ansi"."""
@@ -266,9 +268,3 @@ def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[n
 def weights_of(actions: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return scheduler weights (B, K) of actions (B, K)."""
     return np.asarray(HEFT + ACTION_SCALE * np.clip(actions.astype(np.float64), -1.0, 1.0))
-
-
-def reward_of(item: Exercise, cost: int) -> float:
-    """Return the plain reward of a cost, in WORST_REWARD .. infinity."""
-    ratio = np.array([item.ratio(max(cost, 1))])
-    return float(plain_rewards(1).of(np.zeros(1, np.int64), ratio)[0])

@@ -141,7 +141,16 @@ class _Builder:
         if rule is None:
             domain = f" of the domain {proto.domain}" if proto.domain not in OWN_DOMAINS else ""
             raise UnsupportedError(f"is an operator{domain} that placer does not know")
-        node = self._node(proto.op_type, attributes, reads, len(gives))
+        examples = [None if n is None else self.known.get(n, self.fakes.get(n)) for n in reads]
+        node = Node(
+            op=proto.op_type,
+            opset=self.opset,
+            attributes=attributes,
+            shapes=tuple(None if one is None else one.shape for one in examples),
+            dtypes=tuple(None if one is None else one.dtype for one in examples),
+            known=tuple(None if n is None else self.known.get(n) for n in reads),
+            output_count=len(gives),
+        )
         function = rule(node)
         left = [None if i in node.read else name for i, name in enumerate(reads)]
         if proto.op_type in ONLY_SHAPES or all(n is None or n in self.known for n in left):
@@ -161,22 +170,6 @@ class _Builder:
             function if isinstance(function, nn.Module) else _Function(function, proto.op_type),
         )
         self.model.calls.append(Call(path, tuple(left), tuple(gives)))
-
-    def _node(
-        self, op: str, attributes: Mapping[str, Any], reads: Sequence[str | None], count: int
-    ) -> Node:
-        examples = [
-            None if name is None else self.known.get(name, self.fakes.get(name)) for name in reads
-        ]
-        return Node(
-            op=op,
-            opset=self.opset,
-            attributes=attributes,
-            shapes=tuple(None if one is None else one.shape for one in examples),
-            dtypes=tuple(None if one is None else one.dtype for one in examples),
-            known=tuple(None if name is None else self.known.get(name) for name in reads),
-            output_count=count,
-        )
 
     def _branch(
         self, attributes: Mapping[str, Any], condition: str | None, gives: Sequence[str]

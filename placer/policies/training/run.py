@@ -55,18 +55,9 @@ def train(
 ) -> Mapping[str, Any]:
     """Train one policy per seed and write them, the best first, to ``out``.safetensors and .json.
 
-    ``out``.csv logs every rollout, and ``out``.checkpoint exists until the end.
-
-    Args:
-        out: path without suffix; its last part is the policy's name.
-        config: configuration; by default all families, five seeds, 350,000 decodes.
-        measured: with backend "measured" the step whose time is measured, and devices of this
-            machine.
-        progress: called with the finished share, 0 .. 1, and a text.
-        fresh: ignore an existing checkpoint, and delete old TensorBoard curves.
-
-    Returns:
-        The card that was written.
+    ``out``.csv logs every rollout. ``out``.checkpoint exists until the end, and the training goes
+    on from it unless it is ``fresh``. ``measured`` is a step to measure and devices of this
+    machine. Returns the card; its name is the last part of ``out``.
     """
     config = config or (SIMULATED if measured is None else MEASURED_CONFIG)
     _check(config, has_model=measured is not None)

@@ -212,33 +212,24 @@ def _resize(node: Node) -> Function:
     mode, wanted = node.get("mode", "nearest"), sizes[2:]
     usual = "asymmetric" if at == 1 else "half_pixel"
     how = node.get("coordinate_transformation_mode", usual)
-    exact = all(new % size == 0 for new, size in zip(wanted, old[2:], strict=True))
+    is_centred = how in ("half_pixel", "pytorch_half_pixel")
     if mode == "nearest":
         rounding = node.get("nearest_mode", "round_prefer_floor")
-        if how == "asymmetric" and (rounding == "floor" or at == 1):
-            return lambda x, *_: F.interpolate(x, wanted, mode="nearest")
-        known = (
-            how in ("half_pixel", "pytorch_half_pixel") and rounding.startswith("round") and exact
-        )
+        exact = all(new % size == 0 for new, size in zip(wanted, old[2:], strict=True))
+        known = is_centred and rounding.startswith("round") and exact
+        known |= how == "asymmetric" and (rounding == "floor" or at == 1)
         node.refuse_unless(known, f"rounds coordinates {how} by {rounding}")
         return lambda x, *_: F.interpolate(x, wanted, mode="nearest")
-    node.refuse_unless(
-        how in ("half_pixel", "pytorch_half_pixel", "align_corners"),
-        f"interpolates between {how} coordinates",
-    )
+    corners = how == "align_corners"
+    node.refuse_unless(is_centred or corners, f"interpolates between {how} coordinates")
     node.refuse_unless(how != "pytorch_half_pixel" or 1 not in wanted, "gives a size of 1")
     cubic = mode == "cubic"
     node.refuse_unless(mode == "linear" or (cubic and rank == 2), f"is {mode} in {rank} dimensions")
     node.refuse_unless(
         not cubic or node.get("cubic_coeff_a", -0.75) == -0.75, "has another cubic_coeff_a"
     )
-    names = {1: "linear", 2: "bicubic" if cubic else "bilinear", 3: "trilinear"}
-    corners = how == "align_corners"
-
-    def function(x: Tensor, *_: Any) -> Tensor:
-        return F.interpolate(x, wanted, mode=names[rank], align_corners=corners)
-
-    return function
+    name = {1: "linear", 2: "bicubic" if cubic else "bilinear", 3: "trilinear"}[rank]
+    return lambda x, *_: F.interpolate(x, wanted, mode=name, align_corners=corners)
 
 
 def _window(node: Node) -> tuple[int, list[int], list[int], list[int]]:
