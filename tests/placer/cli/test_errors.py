@@ -114,3 +114,10 @@ def test_results_never_replace_each_other_or_an_input(
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: FREE)
     assert exit_code_of(ImportError("no module")) is None
+
+
+def test_bad_usage_names_the_option_that_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError) as refused, usage_errors():
+        raise TargetError("m.onnx is not for training", remedy="inference")
+    assert exit_code_of(refused.value) == 2
+    assert capsys.readouterr().err == "placer: m.onnx is not for training. Try --inference.\n"
