@@ -143,8 +143,10 @@ def test_updates_come_after_all_reductions_though_the_placement_has_them_early()
 
 def test_updates_of_an_idle_device_wait_for_the_pass() -> None:
     """The last layer has its own device, which could update it while the others run backward."""
-    problem = Problem.of(training_step(updates=True), nodes(1, 2, inside_bytes_per_s=1e15))
-    step = step_of(problem, [0, 0, 1, 1, 0, 0, 0, 0, 1])
+    step = step_of(
+        Problem.of(training_step(), nodes(1, 2, inside_bytes_per_s=1e15)),
+        [0, 0, 1, 1, 0, 0, 0, 0, 1],
+    )
     assert step.update_ns.tolist() == [1e6, 0.5e6]
     assert step.step_ns == step.pass_ns + 1e6
 

@@ -40,18 +40,10 @@ MODEL = """
 import torch
 from torch import nn
 
-class Towers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
-        self.right = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
-
-    def forward(self, x):
-        return (self.left(x) * self.right(x)).sum()
-
 def build():
     torch.manual_seed(0)
-    return Towers(), torch.randn(128, 256)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    return model, (torch.randn(128, 256), torch.randn(128, 256)), nn.functional.mse_loss
 """
 
 
@@ -170,9 +162,9 @@ def test_a_model_is_needed_exactly_with_measured_steps(tmp_path: Path) -> None:
 def test_training_by_measured_steps_on_two_cores_is_stopped_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "towers.py").write_text(MODEL)
+    (tmp_path / "layers.py").write_text(MODEL)
     out = tmp_path / "tuned"
-    command = ["train", "--backend", "measured", "--target", f"{tmp_path / 'towers.py'}:build"]
+    command = ["train", "--backend", "measured", "--target", f"{tmp_path / 'layers.py'}:build"]
     command += ["--devices", "core:0,core:1", "--decodes", "24", "--out", str(out)]
     costs, calls = MeasuredDecoders.costs, []
 
