@@ -28,8 +28,8 @@ from benchmarks import (
 )
 from benchmarks.__main__ import build_parser, chosen_parts, main
 from benchmarks.quality import Scores
-from benchmarks.record import Effort, Part, Record
-from benchmarks.replicas import scaling, slow_network, sync_methods, sync_quality
+from benchmarks.record import Effort, Record
+from benchmarks.replicas import scaling, sync_methods, sync_quality
 from benchmarks.simulator import PlainSimulator, placements
 from benchmarks.tables import BEGIN, END, Table, merged, write_tables
 from envs.problem import Problem
@@ -48,15 +48,6 @@ from tests.helpers.folders import ROOT
 
 TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
 QUOTED = re.compile(r"`python -m benchmarks((?: [^`]+)?)`")
-
-
-def failures(found: Any, where: str = "") -> list[str]:
-    if isinstance(found, list):
-        return [text for i, item in enumerate(found) for text in failures(item, f"{where}[{i}]")]
-    if not isinstance(found, dict):
-        return []
-    here = [f"{where}: {found['failure']}"] if found.get("failure") else []
-    return here + [text for key, item in found.items() for text in failures(item, f"{where}/{key}")]
 
 
 @pytest.fixture(scope="module")
@@ -95,25 +86,20 @@ def test_a_part_that_takes_longer_than_is_left_is_not_begun(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr("benchmarks.record.time.perf_counter", lambda: now_s)
+    record = Record(None, limit_s=100.0)
+    # 30 s are left for the third, and its kind took up to 40 s
+    seconds = {"one: profile": 40, "two: 50%": 30, "three: profile": 20, "four: 50%": 30}
+    for name, duration_s in {**seconds, "five: overhead": 0}.items():
 
-    def lasting(seconds: float) -> Part:
-        def work(found: dict[str, Any]) -> None:
+        def work(found: dict[str, Any], duration_s: float = duration_s) -> None:
             nonlocal now_s
-            now_s += seconds
+            now_s += duration_s
             found["done"] = True
 
-        return work
-
-    record = Record(None, limit_s=100.0)
-    record.part("one: profile", lasting(40.0))
-    record.part("two: 50%", lasting(30.0))
-    record.part("three: profile", lasting(20.0))  # 30 s are left, this kind took up to 40 s
-    record.part("four: 50%", lasting(30.0))
-    record.part("five: overhead", lasting(0.0))
+        record.part(name, work)
     parts = record.data["parts"]
     assert "took 40 s, and 30 s" in parts["three: profile"]["skipped"]
-    assert parts["four: 50%"]["done"]
-    assert "done" not in parts["five: overhead"]
+    assert [name[:5] for name in parts if "done" not in parts[name]] == ["three", "five:"]
     assert record.left_s == 0
 
 
@@ -293,14 +279,6 @@ def test_methods_are_compared_with_synchronous_sgd() -> None:
     assert onebit["times_less"] is None
 
 
-def test_rows_of_the_slow_network_say_whether_predictions_and_speed_ups_hold() -> None:
-    row = {"sync": "bmuf", "measured_s": 1.1, "predicted_s": 1.0}
-    kept = slow_network.cells({**row, "speed_up": 1.5, "speed_up_of_one": 1.4})
-    assert kept[3:] == ("+10%", "1.50x", "1.40x", "yes")
-    assert slow_network.cells({**row, "speed_up": 1.5, "speed_up_of_one": 1.3})[-1] == "NO"
-    assert slow_network.predicted(0.01, {})["bmuf"] < slow_network.predicted(0.01, {})["allreduce"]
-
-
 @pytest.mark.slow
 def test_steps_overhead_and_startup_are_measured(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
@@ -325,9 +303,8 @@ def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Pat
         check=True,
         timeout=600,
     )
-    found = json.loads(out.read_text())
-    assert not failures(found)
-    parts = found["parts"]
+    assert not re.findall(r'"failure": ".+"', out.read_text())
+    parts = json.loads(out.read_text())["parts"]
     assert {name.partition(":")[0] for name in parts} >= {
         *("calibration", "mixture of experts", "language model", "recommendation", "translation")
     }

@@ -56,14 +56,12 @@ def train(
     return parameters(replica)
 
 
-def train_alone(
-    module: nn.Module, batches_of: Callable[[int, int], list[list[Tensor]]], steps: int = 3
-) -> dict[str, Tensor]:
+def train_alone(module: nn.Module, steps: int = 3) -> dict[str, Tensor]:
     """Return the parameters after training in one process on the batches of two replicas."""
     sgd = torch.optim.SGD(module.parameters(), lr=LR)
     for number in range(steps):
         sgd.zero_grad()
-        mean_gradients(mse(module, batch) for batch in batches_of(number, 2))
+        mean_gradients(mse(module, batch) for batch in batches(number, 2))
         sgd.step()
     return parameters(module)
 
@@ -159,7 +157,7 @@ def train_on_two_device_types(groups: bool) -> dict[str, Tensor]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bool) -> None:
-    expected = train_alone(TwoDevices(torch.device("cpu")), batches)
+    expected = train_alone(TwoDevices(torch.device("cpu")))
     for result in on_ranks(2, train_on_two_device_types, groups):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -218,10 +216,10 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_and_few_bytes(
     buckets = filled_buckets(parameters, largest_bytes, accumulate=1)
     names = [[int(name) for name in bucket.names] for bucket in buckets]
     assert sorted(chain.from_iterable(names)) == [i for i in range(len(sizes)) if i not in frozen]
-    for own, bucket in zip(names, buckets, strict=True):
-        assert own == sorted(own, reverse=True)
-        assert {kinds[i] for i in own} == {bucket.flat.dtype}
-        assert len(own) == 1 or bucket.flat.nbytes <= largest_bytes
+    for members, bucket in zip(names, buckets, strict=True):
+        assert members == sorted(members, reverse=True)
+        assert {kinds[i] for i in members} == {bucket.flat.dtype}
+        assert len(members) == 1 or bucket.flat.nbytes <= largest_bytes
 
 
 LAYOUTS: dict[str, Tensor] = {
@@ -251,15 +249,6 @@ def test_a_gradient_has_the_strides_of_its_parameter_where_those_leave_no_gaps(n
     assert parameter.grad.stride() == expected.stride()
 
 
-def convolutions(memory_format: torch.memory_format) -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.Flatten())
-    for own in layers.parameters():
-        if own.dim() == 4:
-            own.data = own.data.to(memory_format=memory_format)
-    return layers
-
-
 def backward_twice_without_finish() -> None:
     replica = mlp()
     GradSync(replica)
@@ -272,8 +261,10 @@ def of_different_shapes() -> None:
 
 
 def of_different_strides() -> None:
-    last = dist.get_rank() == 1
-    GradSync(convolutions(torch.channels_last if last else torch.contiguous_format))
+    layer = nn.Conv2d(3, 4, 2)
+    layout = "channels last" if dist.get_rank() == 1 else "contiguous"
+    layer.weight = nn.Parameter(LAYOUTS[layout])
+    GradSync(layer)
 
 
 def nothing_to_train() -> None:

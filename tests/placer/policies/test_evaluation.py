@@ -148,8 +148,15 @@ def test_a_card_that_cannot_be_written_or_is_damaged_is_an_error_before_the_eval
     assert "mine.json cannot be written" in capsys.readouterr().err
 
 
-def test_what_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--policy", "generalist", "--evaluate", "familys"]) == 2
-    assert "did you mean families" in capsys.readouterr().err
-    assert main(["train", "--policy", "generalst", "--evaluate", "families"]) == 2
-    assert "generalist" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("policy", "suite", "message"),
+    [
+        ("generalist", "familys", "did you mean families"),
+        ("generalst", "families", "generalist"),
+    ],
+)
+def test_what_does_not_exist_is_named(
+    policy: str, suite: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--policy", policy, "--evaluate", suite]) == 2
+    assert message in capsys.readouterr().err

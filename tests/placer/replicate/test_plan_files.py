@@ -7,18 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.nn import functional as F
 
-import placer as public
 from envs.hardware.cluster import cluster_to_toml
 from envs.placement import Placement
 from envs.replication import Replication
 from graphs.graph_file import save_graph
 from placer.cli.main import main
 from placer.parallel.plan import run_plan
-from placer.replicate.result import ReplicatedResult
 from tests.helpers.clusters import nodes
-from tests.helpers.replica_plans import layers, planned, rated, training
+from tests.helpers.replica_plans import layers, planned, rated
 
 
 def test_a_placement_records_its_replicas_and_survives_its_file(tmp_path: Path) -> None:
@@ -135,23 +132,6 @@ def test_the_command_says_how_to_train_what_was_planned(
     assert json.loads(capsys.readouterr().out)["command"] == said
     assert main([*command, "--inference"]) == 0
     assert "torchrun" not in capsys.readouterr().err
-
-
-def test_from_python_replicas_come_with_the_placement() -> None:
-    step = training()
-    result = public.optimize(
-        step.model,
-        step.inputs,
-        loss=F.mse_loss,
-        devices=rated(2),
-        search=public.SearchConfig(budget="100e", policy=None),
-        replicas=public.Replication(replicas=2, batch="per-replica"),
-        progress=False,
-    )
-    assert isinstance(result, ReplicatedResult)
-    assert result.replication.best.samples == 16
-    assert result.placement.replicas is not None
-    assert len(result.placement.replicas.groups) == 2
 
 
 def shown_of(capsys: pytest.CaptureFixture[str]) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, permutations
 
 import numpy as np
@@ -7,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.max_load import max_load_ns
@@ -41,16 +41,12 @@ def chain(seed: int, *, ops: int, devices: int, memory_bytes: int, host: bool = 
         )
         if i:
             add_edge(graph, str(i - 1), str(i))
-    names = tuple(f"d{d}" for d in range(devices))
-    links = (Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e9),) if devices > 1 else ()
-    cluster = Cluster(
-        name="unequal",
-        devices=tuple(
-            Device(name=names[d], kind=kind, memory_bytes=memory_bytes * (d + 1))
-            for d, kind in enumerate(kinds)
-        ),
-        links=links,
+    equal = one_kind(devices, latency_s=1e-5)
+    unequal = (
+        replace(device, kind=kinds[d], memory_bytes=memory_bytes * (d + 1))
+        for d, device in enumerate(equal.devices)
     )
+    cluster = replace(equal, devices=tuple(unequal))
     return Problem.of(GraphArrays.from_graph(graph), cluster)
 
 
