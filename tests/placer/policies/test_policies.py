@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,7 +184,7 @@ def test_a_search_with_a_policy_has_its_plan() -> None:
 
 @pytest.mark.parametrize("extreme", [{"ops": 1}, {"devices": 1}, {"memory_bytes": 0}, {}])
 def test_a_summary_says_how_many_ops_and_devices_and_how_heuristics_compare(
-    extreme: dict[str, int],
+    extreme: dict[str, Any],
 ) -> None:
     problem = random_problem(1, unequal=True, **extreme)
     evaluator = Evaluator(problem)
