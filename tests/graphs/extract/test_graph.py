@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,13 +32,13 @@ def linear_step(function: Callable[..., Any], *inputs: Any, training: bool = Tru
     return Workload.of(Plain(function, linear=nn.Linear(8, 8)), inputs or X, training=training)
 
 
-def groups_of(graph: nx.DiGraph[str]) -> dict[str, set[str]]:
+def groups_of(step: Workload) -> list[set[str]]:
+    """Return the co-location groups of a step's ops."""
     groups: defaultdict[str, set[str]] = defaultdict(set)
-    for op_id in graph:
-        group = attributes_of(graph, op_id)["colocate"]
-        if group is not None:
-            groups[group].add(op_id)
-    return dict(groups)
+    for op_id, data in extract(step).graph.nodes(data=True):
+        if data["colocate"] is not None:
+            groups[data["colocate"]].add(op_id)
+    return list(groups.values())
 
 
 def test_an_unread_parameter_counts_with_the_first_op_of_the_nearest_module_around_it() -> None:
@@ -48,15 +47,14 @@ def test_an_unread_parameter_counts_with_the_first_op_of_the_nearest_module_arou
     assert homed == {"a.b.w": 0, "a.w": 0, "a.x.w": 0, "c.d.e.w": 2, "c.w": 2, "w": 0}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_attention_counts_its_two_products(training: bool) -> None:
-    step = tiny_models.attention()
-    step = Workload(step.model, step.inputs, step.keywords, step.loss, training)
-    graph = extract(step).graph
-    ops = {i: n["flops"] for i, n in graph.nodes(data=True) if "attention" in n["op"]}
+def test_attention_counts_its_two_products() -> None:
+    ops = {i: n["flops"] for i, n in extracted("attention").graph.nodes(data=True)}
     forward = 2 * 2 * (2 * 2 * 3 * 3 * 4)  # multiply-add, two products of 2 heads by 3 by 3 by 4
-    assert sum(f for i, f in ops.items() if "backward" not in i) == forward
-    assert sum(f for i, f in ops.items() if "backward" in i) == (2.5 * forward if training else 0)
+    by_phase = {True: 0, False: 0}
+    for op, flops in ops.items():
+        if "attention" in op:
+            by_phase["backward" in op] += flops
+    assert by_phase == {False: forward, True: 2.5 * forward}
 
 
 def test_edges_carry_the_part_that_is_read_not_the_whole() -> None:
@@ -86,70 +84,64 @@ def test_the_backward_of_a_convolution_is_two_ops() -> None:
     assert "0:backward/convolution_backward" in graph  # its input needs no gradient
 
 
-def moved(forward: Any, *inputs: Tensor) -> dict[str, int]:
-    """Return {op: moved bytes} of an inference step."""
-    extraction = extract(Workload.of(Plain(forward), inputs, training=False))
-    return {node["op"]: node["moved_bytes"] for _, node in extraction.graph.nodes(data=True)}
+def lookups(_: Any, table: Tensor) -> tuple[Tensor, ...]:
+    rows = torch.zeros(3, dtype=torch.int64)
+    return F.embedding(rows, table), table.index_select(0, rows), table[rows]
 
 
-def test_what_goes_in_and_what_comes_out_is_moved_and_a_tensor_read_twice_only_once() -> None:
-    found = moved(lambda _, x: (x + x) @ x, torch.zeros(10, 10))
-    assert found == {"add": 4 * (100 + 100), "matmul": 4 * (100 + 100 + 100)}
+LOOKED_UP = 8 * 3 + 4 * (3 * 8) + 4 * (3 * 8)
+"""Indices, the rows of the table that are read, and the result."""
 
 
-def test_a_lookup_reads_the_rows_that_it_gives_out_not_the_table() -> None:
-    def lookups(_: Any, table: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        looked_up = torch.nn.functional.embedding(rows, table)
-        return looked_up, table.index_select(0, rows), table[rows]
-
-    found = moved(lookups, torch.zeros(1000, 8), torch.zeros(3, dtype=torch.int64))
-    by_hand = 8 * 3 + 4 * (3 * 8) + 4 * (3 * 8)
-    assert found == {"embedding": by_hand, "index_select": by_hand, "index": by_hand}
-
-
-def test_of_a_view_only_what_it_shows_is_read() -> None:
-    found = moved(lambda _, x: (x[:2].exp(), x[:1].expand(50, 4).sin()), torch.zeros(10, 4))
-    assert found == {"exp": 4 * (8 + 8), "sin": 4 * (4 + 200)}
-
-
-def test_showing_a_part_of_what_was_computed_moves_nothing() -> None:
-    found = moved(lambda _, x: x.exp()[:2].sin(), torch.zeros(10, 4))
-    assert found == {"exp": 4 * (40 + 40), "slice": 0, "sin": 4 * (8 + 8)}
-
-
-def test_a_batch_norm_called_twice_keeps_its_calls_together() -> None:
-    groups = groups_of(extracted("norm_twice").graph)
-    together = {
-        "norm:_native_batch_norm_legit_functional",
-        "norm@1:_native_batch_norm_legit_functional",
-    }
-    assert any(together <= ops for ops in groups.values())
-
-
-def test_all_calls_between_the_first_and_the_last_update_of_a_buffer_stay_together() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), *[nn.BatchNorm1d(8)] * 3)
-    groups = groups_of(extract(Workload.of(model, (X, X), squared)).graph)
-    assert any({"1:add", "2:add", "3:add"} <= ops for ops in groups.values())
-
-
-def test_readers_of_a_tied_parameter_stay_together() -> None:
-    groups = groups_of(extracted("tied_weights").graph)
-    assert {"embedding:embedding", "head:mm"} in groups.values()
-
-
-def test_parts_stay_with_their_tensor_and_apart_from_those_of_others() -> None:
-    step = Workload.of(
-        Plain(
-            lambda m, x: F.relu(m.a(x))[:, :3].sum() + F.relu(m.b(x))[:, 3:].sum(),
-            a=nn.Linear(8, 8),
-            b=nn.Linear(8, 8),
+@pytest.mark.parametrize(
+    ("forward", "x", "expected"),
+    [
+        # What goes in and out is moved, a tensor that is read twice only once.
+        (lambda _, x: (x + x) @ x, torch.zeros(10, 10), {"add": 800, "matmul": 1200}),
+        # A lookup reads the rows that it returns, not the table.
+        (
+            lookups,
+            torch.zeros(1000, 8),
+            dict.fromkeys(("embedding", "index_select", "index"), LOOKED_UP),
         ),
-        X,
-    )
-    groups = groups_of(extract(step).graph)
-    assert {":relu", ":slice"} in groups.values()
-    assert {":relu#1", ":slice#1"} in groups.values()
+        # Of a view only what it shows is read.
+        (
+            lambda _, x: (x[:2].exp(), x[:1].expand(50, 4).sin()),
+            torch.zeros(10, 4),
+            {"exp": 4 * (8 + 8), "sin": 4 * (4 + 200)},
+        ),
+        # Showing a part of a result moves nothing.
+        (
+            lambda _, x: x.exp()[:2].sin(),
+            torch.zeros(10, 4),
+            {"exp": 4 * (40 + 40), "slice": 0, "sin": 4 * (8 + 8)},
+        ),
+    ],
+)
+def test_moved_bytes_are_those_that_are_read_and_written(
+    forward: Any, x: Tensor, expected: dict[str, int]
+) -> None:
+    graph = extract(Workload.of(Plain(forward), x, training=False)).graph
+    moved = {node["op"]: node["moved_bytes"] for _, node in graph.nodes(data=True)}
+    assert {op: moved[op] for op in expected} == expected
 
 
-def test_a_plain_chain_has_no_groups() -> None:
-    assert not groups_of(extracted("conv_net").graph)
+def halves() -> Workload:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = F.relu(m.a(x))[:, :3].sum() + F.relu(m.b(x))[:, 3:].sum()
+        return out
+
+    return Workload.of(Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), X)
+
+
+def test_calls_that_share_a_parameter_or_buffer_and_parts_of_a_tensor_stay_together() -> None:
+    norms = nn.Sequential(nn.Linear(8, 8), *[nn.BatchNorm1d(8)] * 3)
+    twice = {f"norm{call}:_native_batch_norm_legit_functional" for call in ("", "@1")}
+    assert any(twice <= ops for ops in groups_of(tiny_models.STEPS["norm_twice"]()))
+    updates = groups_of(Workload.of(norms, (X, X), squared))
+    assert any({"1:add", "2:add", "3:add"} <= ops for ops in updates)
+    assert {"embedding:embedding", "head:mm"} in groups_of(tiny_models.tied_weights())
+    parts = groups_of(halves())
+    assert {":relu", ":slice"} in parts
+    assert {":relu#1", ":slice#1"} in parts
+    assert not groups_of(tiny_models.conv_net())

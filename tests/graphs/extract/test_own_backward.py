@@ -120,15 +120,10 @@ def test_reentrant_checkpointing_is_refused_with_the_other_kind(extractor: str) 
     assert f'File "{__file__}", line {line}' in str(refused.value)
 
 
-@pytest.mark.parametrize("extractor", ["dispatch", "modules"])
+@pytest.mark.parametrize("extractor", ["dispatch", "modules", "auto"])
 def test_a_step_that_lacks_gradients_is_refused(extractor: str) -> None:
     with pytest.raises(ExtractionError, match=r"a gradient for first\.bias and 1 more, but"):
         extract(two_layers(hidden), extractor)
-
-
-def test_a_step_that_every_way_lacks_gradients_of_is_not_placed() -> None:
-    with pytest.raises(ExtractionError, match="no extractor takes Plain"):
-        extract(two_layers(hidden))
 
 
 def test_a_parameter_that_the_loss_does_not_depend_on_needs_no_gradient() -> None:
