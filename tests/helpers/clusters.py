@@ -70,6 +70,22 @@ def equal_costs(graph: nx.DiGraph[str]) -> Problem:
     return Problem.of(GraphArrays.from_graph(known), linked())
 
 
+def toy_pair(*names: str, kind: str = "x") -> Cluster:
+    """Return a cluster of these two devices and the link between them."""
+    devices = (
+        Device(
+            name=name,
+            kind=kind,
+            memory_bytes=1 << 40,
+            peak_flop_per_s=1e9,
+            bandwidth_bytes_per_s=1e9,
+        )
+        for name in names
+    )
+    link = Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+    return Cluster(name="pair", devices=tuple(devices), links=(link,))
+
+
 CLUSTER = """
 format = "placer-cluster/1"
 name = "pair"

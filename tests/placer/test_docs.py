@@ -80,7 +80,6 @@ def _run(*arguments: str) -> None:
 
 
 RUN = "placer.run"
-REPLICAS = Replication(groups=(("a",),), coding_bytes_per_s=1.0, algorithms=("ring",), levels=(1,))
 INTERNAL = re.compile(r"^\s*(?:from|import) (?:envs|graphs)\b", re.MULTILINE)
 IN_TEXT = re.compile(r"`(placer|make) ([^`]*)`")
 
@@ -89,13 +88,13 @@ def runs(*pages: Path) -> list[Command]:
     return [command for page in pages for block in blocks(page) for command in commands(block)]
 
 
-def with_snippets() -> list[Path]:
-    return [page for page in PAGES if any(_is_run(block) for block in blocks(page))]
-
-
-def without_searches() -> list[Path]:
-    """Return the pages with quick parts that search for less than seconds; slow tests run all."""
-    return [page for page in with_snippets() if page.stem not in ("README", "simulator")]
+def with_snippets(*without: str) -> list[Path]:
+    """Return the pages with anything to run, without those of these names."""
+    return [
+        page
+        for page in PAGES
+        if page.stem not in without and any(_is_run(block) for block in blocks(page))
+    ]
 
 
 def _is_run(block: Block) -> bool:
@@ -173,7 +172,10 @@ def needs_gpu(block: Block, command: Command | None) -> bool:
     return block.mark == "gpu" or (command is not None and command.needs_gpu)
 
 
-@pytest.mark.parametrize("page", without_searches(), ids=lambda page: page.stem)
+# README and simulator search for seconds even where they are quick; slow tests run all of them.
+
+
+@pytest.mark.parametrize("page", with_snippets("README", "simulator"), ids=lambda page: page.stem)
 def test_what_is_quick_on_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
     folder()
     run_page(page, is_quick)
@@ -213,15 +215,12 @@ def test_command_lines_are_understood(command: Command) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_named_in_the_text_exist(page: Path) -> None:
     for program, rest in IN_TEXT.findall(page.read_text()):
-        words = rest.split()
+        command, *words = rest.split()
         if program == "make":
-            assert words[0] in targets_of_make(), f"{page.name}: make {rest}"
-        if program == "placer" and not words[0].startswith("-"):
-            assert words[0] in known_commands(), f"{page.name}: placer {rest}"
-            options = known_options(words[0])
-            for word in words[1:]:
-                name = word.partition("=")[0].rstrip(",.")
-                assert not name.startswith("--") or name in options, f"{page.name}: placer {rest}"
+            assert command in targets_of_make(), f"{page.name}: make {rest}"
+        elif not command.startswith("-"):
+            names = {word.partition("=")[0].rstrip(",.") for word in words if word[:2] == "--"}
+            assert names <= known_options()[command], f"{page.name}: placer {rest}"
 
 
 def test_a_file_of_the_docs_has_one_content() -> None:
@@ -232,43 +231,40 @@ def test_a_file_of_the_docs_has_one_content() -> None:
 
 
 def test_files_that_are_shown_can_be_read() -> None:
-    seen = set()
+    formats = set()
     for block in blocks(DOCS / "file-formats.md"):
         if block.language == "json":
             data = json.loads(block.text)
-            match data.get("format", "replicas"):
+            formats.add(form := data.get("format", "replicas"))
+            match form:
                 case "placer-placement/1":
                     assert Placement.from_dict(data).to_dict() == data
                 case "placer-graph/1":
                     assert len(graph_from_dict(data)) == len(data["nodes"])
                 case "replicas":
                     assert Replication.from_dict(data, "").to_dict() == data
-            seen.add(data.get("format", "replicas"))
-    assert seen == {"placer-placement/1", "placer-graph/1", "replicas"}
-    clusters = [block for block in file_blocks() if "placer-cluster/1" in block.text]
+    assert formats == {"placer-placement/1", "placer-graph/1", "replicas"}
+    clusters = [block.text for block in file_blocks() if "placer-cluster/1" in block.text]
     assert clusters
-    for block in clusters:
-        cluster_from_dict(tomllib.loads(block.text))
+    for text in clusters:
+        cluster_from_dict(tomllib.loads(text))
 
 
-@pytest.mark.parametrize(
-    ("page", "names"),
-    [
+def test_the_docs_name_every_key_of_a_file_every_command_and_every_option_of_optimize() -> None:
+    replication = Replication(groups=(("a",),), algorithms=("ring",), levels=(1,)).to_dict()
+    for page, names in (
         ("devices.md", [field.name for kind in (Device, Link) for field in fields(kind)]),
-        ("file-formats.md", [*ATTRIBUTES]),
-        (
-            "file-formats.md",
-            [*REPLICAS.to_dict(), *REPLICAS.to_dict()["reduction"]],
-        ),
-    ],
-)
-def test_every_key_of_a_file_is_told_of(page: str, names: list[str]) -> None:
-    text = (DOCS / page).read_text()
-    assert [name for name in names if f"`{name}`" not in text and f'"{name}"' not in text] == []
+        ("file-formats.md", [*ATTRIBUTES, *replication, *replication["reduction"]]),
+    ):
+        text = (DOCS / page).read_text()
+        assert [name for name in names if f"`{name}`" not in text and f'"{name}"' not in text] == []
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [name for name in known_options() if f"placer {name}" not in text] == []
+    assert known_options()["optimize"] <= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -277,45 +273,25 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_index_and_the_index_in_the_readme() -> None:
-    assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= set(
-        links(DOCS / "README.md")
-    )
+    pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+    assert pages <= set(links(DOCS / "README.md"))
     assert any(link.startswith("docs/README.md") for link in links(ROOT / "README.md"))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
-)
-def test_examples_import_public_packages_only(path: Path) -> None:
-    assert not INTERNAL.search(path.read_text())
+def test_examples_and_snippets_import_public_packages_only() -> None:
+    snippets = [(block.where, block.text) for page in PAGES for block in blocks(page)]
+    examples = [(path.name, path.read_text()) for path in (ROOT / "examples").glob("*.py")]
+    assert [where for where, text in snippets + examples if INTERNAL.search(text)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_snippets_import_public_packages_only(page: Path) -> None:
-    assert not [block.where for block in blocks(page) if INTERNAL.search(block.text)]
-
-
-def test_every_command_and_every_option_of_optimize_is_told_of() -> None:
-    text = "\n".join(page.read_text() for page in PAGES)
-    untold = [name for name in known_commands() if f"placer {name}" not in text]
-    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
-    assert not untold
-    assert known_options("optimize") - {"--help"} <= told
-
-
-def subparsers() -> dict[str, argparse.ArgumentParser]:
+def known_options() -> dict[str, set[str]]:
+    """Return the long options of each command."""
     actions = build_parser()._actions
-    [found] = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(found.choices)
-
-
-def known_commands() -> set[str]:
-    return set(subparsers())
-
-
-def known_options(command: str) -> set[str]:
-    names = {name for a in subparsers()[command]._actions for name in a.option_strings}
-    return {name for name in names if name.startswith("--")}
+    [commands_action] = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
+    return {
+        command: {name for name in parser._option_string_actions if name.startswith("--")}
+        for command, parser in commands_action.choices.items()
+    }
 
 
 def targets_of_make() -> set[str]:

@@ -19,18 +19,7 @@ from placer.cli.main import main
 from placer.evaluation import Evaluation, evaluate_job, evaluation_job
 from placer.progress import Silent
 from tests.helpers import tiny_models
-
-CLUSTER = """
-format = "placer-cluster/1"
-name = "elsewhere"
-[[device]]
-name = "near"
-kind = "x"
-memory_bytes = 1_000_000_000
-peak_flop_per_s = 1e9
-bandwidth_bytes_per_s = 1e9
-launch_s = 0.0
-"""
+from tests.helpers.clusters import toy_pair
 
 
 @pytest.fixture
@@ -96,7 +85,9 @@ def test_a_backend_of_the_user_evaluates_beside_the_simulator(
     assert evaluation.to_dict()["predicted"]["step_s"] == result.best.predicted_s
 
 
-def test_what_cannot_be_evaluated_is_refused(placed: tuple[placer.Result, Path, Path]) -> None:
+def test_what_cannot_be_evaluated_or_extracted_is_refused(
+    placed: tuple[placer.Result, Path, Path],
+) -> None:
     result, graph, cluster = placed
     refused: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("there is no backend 'mesured'", (result,), {"backend": "mesured"}),
@@ -109,47 +100,37 @@ def test_what_cannot_be_evaluated_is_refused(placed: tuple[placer.Result, Path, 
     for message, arguments, named in refused:
         with pytest.raises(ValueError, match=message):
             placer.evaluate(*arguments, **named, progress=False)
+    with pytest.raises(ValueError, match="extracted already"):
+        placer.extract(graph, progress=False)
 
 
-def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    workload = layers()
-    graph = placer.extract(workload, tmp_path / "cluster.toml", progress=False)
+def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere() -> None:
+    cluster, workload = toy_pair("near", "far"), layers()
+    graph = placer.extract(workload, cluster, progress=False)
     assert isinstance(graph, placer.Graph)
     costs_s = [node["cost_s"]["x"] for _, node in graph.nodes(data=True)]
-    result = placer.optimize(graph, tmp_path / "cluster.toml", budget="1e", progress=False)
-    assert result.best.predicted_s == pytest.approx(sum(costs_s))
-    assert placer.evaluate(
-        result, workload, tmp_path / "cluster.toml", progress=False
-    ).step_s == pytest.approx(sum(costs_s))
+    result = placer.optimize(graph, cluster, budget="1e", progress=False)
+    evaluation = placer.evaluate(result, workload, cluster, progress=False)
+    assert result.best.predicted_s == evaluation.step_s == pytest.approx(sum(costs_s))
     bare = placer.extract(
         workload.model, workload.inputs, loss=workload.loss, devices=None, progress=False
     )
     assert nx.utils.graphs_equal(nx.DiGraph(bare.edges), nx.DiGraph(graph.edges))
     assert not any(node["cost_s"] for _, node in bare.nodes(data=True))
     with pytest.raises(ValueError, match="not on this machine"):
-        placer.evaluate(
-            result, workload, tmp_path / "cluster.toml", backend="measured", progress=False
-        )
-
-
-def test_a_graph_is_not_extracted_again(placed: tuple[placer.Result, Path, Path]) -> None:
-    with pytest.raises(ValueError, match="extracted already"):
-        placer.extract(placed[1], progress=False)
+        placer.evaluate(result, workload, cluster, backend="measured", progress=False)
 
 
 @pytest.mark.usefixtures("second_device")
 def test_a_device_map_is_measured_and_predicted() -> None:
     cluster = discover("vdev:0,cpu", {"vdev:0": 1 << 30, "cpu": 1 << 30})
-    workload = layers()
+    workload, devices = layers(), {"0": "vdev:0", "2": "cpu"}
     before = tiny_models.state_of(workload)
-    evaluation = placer.evaluate(
-        {"0": "vdev:0", "2": "cpu"}, workload, cluster, backend="measured", progress=False
-    )
+    evaluation = placer.evaluate(devices, workload, cluster, backend="measured", progress=False)
     assert evaluation.measurement is not None
     assert evaluation.measurement.ok
-    assert set(evaluation.placement.devices_of("0")) == {"vdev:0"}
-    assert set(evaluation.placement.devices_of("2")) == {"cpu"}
+    for module, device in devices.items():
+        assert set(evaluation.placement.devices_of(module)) == {device}
     content = json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))
     assert content["step_s"] == evaluation.step_s
     assert content["rounds"] == len(evaluation.measurement.wall_s)
@@ -187,15 +168,12 @@ def test_a_map_on_a_pinned_core_is_measured_on_its_own_devices() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="devices of this machine are cores")
-def test_a_measured_backend_runs_several_placements_in_the_same_rounds(
-    tmp_path: Path,
-) -> None:
+def test_a_measured_backend_runs_several_placements_in_the_same_rounds() -> None:
     core = discover("auto").names[0]
     first = placer.evaluate({"": core}, layers(), progress=False)
     with placer.measured(layers(), core, rounds=2) as backend:
         runs = backend.evaluate([first.placement, first.placement])
         assert isinstance(backend, placer.Measured)
     assert [run.measurement is not None and len(run.measurement.wall_s) for run in runs] == [2, 2]
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
     with pytest.raises(ValueError, match="are here to run"):
-        placer.measured(layers(), tmp_path / "cluster.toml")
+        placer.measured(layers(), toy_pair("near", "far"))

@@ -12,7 +12,6 @@ from typing import NoReturn
 
 import pytest
 
-from placer.cli import main as cli
 from placer.cli.main import script
 from placer.interrupt import Interrupt, leave_imports_at_once, uninterrupted
 
@@ -85,25 +84,19 @@ def test_other_threads_write_too() -> None:
     assert written == [1]
 
 
-def test_ctrl_c_while_options_are_read_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted() -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("placer.cli.main.build_parser", interrupted)
-    assert cli.main(["machine"]) == 1
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_ctrl_c_before_the_command_begins_is_told_in_a_line(
-    ctrl_c: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("while_in", ["cli.main.build_parser", "cli.output.StandardOutput"])
+def test_ctrl_c_before_a_command_runs_is_reported_in_a_line(
+    while_in: str,
+    ctrl_c: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os._exit", sys.exit)
-    monkeypatch.setattr("placer.cli.output.StandardOutput", interrupted)
+    monkeypatch.setattr("sys.argv", ["placer", "machine"])
+    monkeypatch.setattr(f"placer.{while_in}", interrupted)
     with pytest.raises(SystemExit) as ended:
         script()
     assert ended.value.code == 1

@@ -14,29 +14,16 @@ import torch
 from torch import nn
 
 import placer
-from envs.costs.roofline import cluster_of
-from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
+from envs.hardware.cluster import cluster_to_toml
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import load_graph, save_graph
 from placer.cli.main import main
 from placer.job import Job
 from placer.search import registry
 from placer.search.heuristics import Heft, RoundRobin
+from tests.helpers.clusters import toy_pair
 
-CLUSTER = Cluster(
-    name="pair",
-    devices=tuple(
-        Device(
-            name=name,
-            kind="x",
-            memory_bytes=10**9,
-            peak_flop_per_s=1e9,
-            bandwidth_bytes_per_s=1e9,
-        )
-        for name in "ab"
-    ),
-    links=(Link(between=("a", "b"), latency_s=1e-6, bandwidth_bytes_per_s=1e10),),
-)
+CLUSTER = toy_pair("a", "b")
 
 
 @pytest.fixture
@@ -89,66 +76,57 @@ def test_a_graph_is_placed_from_python_as_from_the_command_line(
 
 def test_a_graph_made_by_hand_needs_costs_only() -> None:
     graph: placer.Graph = nx.DiGraph()
-    for name in ("read", "left", "right", "join"):
-        graph.add_node(name, cost_s={"*": 1e-3})
+    graph.add_nodes_from(["read", "left", "right", "join"], cost_s={"*": 1e-3})
     graph.add_edges_from([("read", "left"), ("read", "right", {"bytes": 100})])
     graph.add_edges_from([("left", "join"), ("right", "join")])
-    found = placer.optimize(graph, CLUSTER, budget="50e", progress=False)
-    assert 3e-3 < found.best.predicted_s < 3.1e-3
-    assert placer.evaluate(found.placement, graph, CLUSTER, progress=False).step_s == pytest.approx(
-        found.best.predicted_s
-    )
+    result = placer.optimize(graph, CLUSTER, budget="50e", progress=False)
+    assert 3e-3 < result.best.predicted_s < 3.1e-3
+    evaluation = placer.evaluate(result.placement, graph, CLUSTER, progress=False)
+    assert evaluation.step_s == pytest.approx(result.best.predicted_s)
     graph.add_node("other", flop=1)
     with pytest.raises(ValueError, match="op 'other'"):
         placer.optimize(graph, CLUSTER, budget="50e", progress=False)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "search", "message"),
     [
-        ({"devices": "auto"}, "no devices of its own"),
-        ({"fresh": True}, "are for models"),
-        ({"search": {"objective": "throughput"}}, "give 2 or more"),
-        ({"search": {"seed": -1}}, "seed is -1"),
-        ({"search": {"groups": 0}}, "groups is 0"),
-        ({"search": {"placer": "heft", "policy": "generalist"}}, "'heft' asks no policy"),
-        ({"search": {"placer": Heft(), "objective": "max-load"}}, "not max-load"),
-        ({"search": {"objective": "max-load"}, "replicas": 2}, "objective max-load"),
-        ({"constraints": {"memory": {"a": "much"}}}, "much"),
-        ({"constraints": {"memory": {"a": 1}}}, "leave memory out"),
+        ({"devices": "auto"}, {}, "no devices of its own"),
+        ({"fresh": True}, {}, "are for models"),
+        ({}, {"objective": "throughput"}, "give 2 or more"),
+        ({}, {"seed": -1}, "seed is -1"),
+        ({}, {"groups": 0}, "groups is 0"),
+        ({}, {"placer": "heft", "policy": "generalist"}, "'heft' asks no policy"),
+        ({}, {"placer": Heft(), "objective": "max-load"}, "not max-load"),
+        ({"replicas": 2}, {"objective": "max-load"}, "objective max-load"),
+        ({"memory": {"a": "much"}}, {}, "much"),
+        ({"memory": {"a": 1}}, {}, "leave memory out"),
     ],
 )
 def test_contradictions_are_refused_when_a_job_is_made(
-    arguments: dict[str, Any], message: str
+    arguments: dict[str, Any], search: dict[str, Any], message: str
 ) -> None:
+    def make(devices: Any = CLUSTER, memory: Any = None, **named: Any) -> None:
+        constraints = placer.Constraints(memory=memory or {})
+        config = placer.SearchConfig(**search)
+        Job.of(new_graph("any"), devices, search=config, constraints=constraints, **named)
+
     with pytest.raises(ValueError, match=message):
-        Job.of(
-            new_graph("any"),
-            arguments.get("devices", CLUSTER),
-            search=placer.SearchConfig(**arguments.get("search", {})),
-            constraints=placer.Constraints(**arguments.get("constraints", {})),
-            replicas=arguments.get("replicas"),
-            fresh=arguments.get("fresh", False),
-        )
+        make(**arguments)
 
 
 class LastIsFastest:
-    """A backend that keeps what it is asked, and finds each placement faster than the one before.
-
-    A tie would be decided for the simplest.
-    """
+    """A backend that keeps what it runs; each placement is faster than the one before."""
 
     def __init__(self) -> None:
-        self.seen: list[placer.Placement] = []
+        self.ran: list[placer.Placement] = []
 
     def evaluate(
         self, placements: Sequence[placer.Placement], progress: Any = None
     ) -> list[placer.StepResult]:
-        self.seen += placements
-        return [
-            placer.StepResult(step_s=1.0 / (1 + i), peak_memory_bytes={})
-            for i in range(len(placements))
-        ]
+        self.ran += placements
+        steps_s = [1.0 / (1 + i) for i in range(len(placements))]
+        return [placer.StepResult(step_s=step_s, peak_memory_bytes={}) for step_s in steps_s]
 
 
 WORKLOAD = placer.Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)
@@ -166,7 +144,7 @@ WORKLOAD = placer.Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)
         ({}, {"backend": LastIsFastest(), "objective": "max-load"}, "single steps, not max-load"),
     ],
 )
-def test_what_is_said_twice_or_in_vain_is_refused(
+def test_arguments_that_repeat_or_contradict_others_are_refused(
     arguments: dict[str, Any], search: dict[str, Any] | None, message: str
 ) -> None:
     def optimize() -> None:
@@ -175,11 +153,6 @@ def test_what_is_said_twice_or_in_vain_is_refused(
 
     with pytest.raises(ValueError, match=message):
         optimize()
-
-
-def test_memory_of_named_devices_is_limited() -> None:
-    limits = placer.Constraints(memory={"cpu": "1MiB"}).memory_bytes
-    assert cluster_of("cpu", limits).devices[0].memory_bytes == 1 << 20
 
 
 def test_a_registered_placer_is_used_by_its_name(
@@ -210,9 +183,9 @@ def test_a_backend_of_the_user_decides_between_the_best_candidates(
 ) -> None:
     backend = LastIsFastest()
     search = placer.SearchConfig(budget="20e", policy=None, backend=backend)
-    found = placer.optimize(*files, search=search, progress=False)
-    ran = [own for own in found.candidates if own.measurement is not None]
-    assert len(ran) == len(backend.seen) > 1
-    assert found.placement.devices == backend.seen[-1].devices
-    assert (found.placement.measured or {})["step_s"] == 1.0 / len(ran)
-    assert found.best.predicted_s > min(own.predicted_s for own in ran)
+    result = placer.optimize(*files, search=search, progress=False)
+    ran = [row for row in result.candidates if row.measurement is not None]
+    assert len(ran) == len(backend.ran) > 1
+    assert result.placement.devices == backend.ran[-1].devices
+    assert (result.placement.measured or {})["step_s"] == 1.0 / len(ran)
+    assert result.best.predicted_s > min(row.predicted_s for row in ran)

@@ -71,15 +71,13 @@ def test_a_damaged_state_is_refused(part: bytes, tmp_path: Path) -> None:
         read_state(path, FORMAT)
 
 
-def test_other_things_are_refused(tmp_path: Path) -> None:
+def test_other_values_files_and_formats_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
     with pytest.raises(TypeError, match="holds a set"):
-        write_state(tmp_path / "state", {"a": {1}}, FORMAT)
-    (tmp_path / "text").write_text("no safetensors")
-    with pytest.raises(ValueError, match="text: it is no state file"):
-        read_state(tmp_path / "text", FORMAT)
-
-
-def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
-    write_state(tmp_path / "state", {}, "test/2")
+        write_state(path, {"a": {1}}, FORMAT)
+    path.write_text("no safetensors")
+    with pytest.raises(ValueError, match="state: it is no state file"):
+        read_state(path, FORMAT)
+    write_state(path, {}, "test/2")
     with pytest.raises(ValueError, match="state: the format is 'test/2', this version reads 'te"):
-        read_state(tmp_path / "state", FORMAT)
+        read_state(path, FORMAT)

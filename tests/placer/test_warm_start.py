@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import placer
 from envs.placement import Placement
@@ -21,6 +21,7 @@ from placer.exports.placed_modules import PlacedModules
 from placer.warm_start import load_warm_start, placement_of
 from tests.helpers import tiny_models
 from tests.helpers.placed_at_random import cluster_of, cut_placement
+from tests.helpers.tiny_models import Plain
 
 torch.set_num_threads(1)
 PAIR = ("a", "b")
@@ -115,104 +116,87 @@ def test_a_map_of_another_model_or_cluster_is_refused(
         placed(devices, extract(layers()))
 
 
-class Doubled(nn.Module):
-    """A sum of two layers, which Hugging Face cannot run with the layers on two devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both: Tensor = self.left(x) + self.right(x)
-        return both
+def doubled() -> nn.Module:
+    """Return a sum of two layers, which Hugging Face cannot run with the layers on two devices."""
+    left, right = nn.Linear(4, 4), nn.Linear(4, 4)
+    return Plain(lambda self, x: self.left(x) + self.right(x), left=left, right=right)
 
 
-def doubled() -> Workload:
-    return Workload.of(Doubled(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+def scaled() -> nn.Module:
+    """Return a layer whose input is scaled by a parameter and shifted by a buffer beside it."""
+    model = Plain(
+        lambda self, x: self.layer(torch.relu(x * self.scale) + self.shift), layer=nn.Linear(4, 4)
+    )
+    model.scale = nn.Parameter(torch.ones(4))
+    model.register_buffer("shift", torch.ones(4))
+    return model
 
 
-def test_what_dispatch_model_would_not_run_is_reported_and_nothing_else() -> None:
-    extraction = extract(doubled())
-    conflict = DeviceMap({"left": "cuda:0", "right": "cuda:1"}).conflict(extraction)
-    assert "add in Doubled.forward fails, since what left and right give" in conflict
-    assert DeviceMap({"": "cuda:1"}).conflict(extraction) == ""
+def around() -> nn.Module:
+    """Return a model with the scaled layer inside."""
+    return Plain(lambda self, x: self.inner(self.head(x)), head=nn.Linear(4, 4), inner=scaled())
+
+
+def inferring(model: nn.Module, extractor: str = "auto") -> Extraction:
+    return extract(Workload.of(model, torch.randn(3, 4), training=False), extractor)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "words"),
+    [
+        (doubled, "left=cuda:0 right=cuda:1", "add in Plain.forward fails, since what left and "),
+        (doubled, "=cuda:1", ""),
+        (scaled, "scale=cuda:1 shift=cuda:0 layer=cuda:0", "scale, in no module of the map, is"),
+        (scaled, "scale=cuda:0 shift=cuda:0 layer=cuda:1", ""),
+        (
+            around,
+            "head=c inner.layer=c inner.scale=d inner.shift=c",
+            "mul in Plain.forward of inner",
+        ),
+        # a module counts for the tensors in it
+        (around, "head=b inner=a inner.scale=b", "inner around it is on a"),
+        (around, "head=b =a inner.scale=b", "the whole model around it is on a"),
+        (lambda: layers().model, "0=cuda:0 2=cuda:1", ""),
+    ],
+)
+def test_what_dispatch_model_would_not_run_is_reported_and_nothing_else(
+    model: Callable[[], nn.Module], devices: str, words: str
+) -> None:
+    entries = DeviceMap(dict(entry.split("=") for entry in devices.split()))
+    conflict = entries.conflict(inferring(model()))
+    assert words in conflict
+    assert bool(conflict) == bool(words)
+
+
+def test_layers_in_a_chain_have_no_conflict_in_a_graph_of_modules() -> None:
     chain = DeviceMap({"0": "cuda:0", "2": "cuda:1"})
-    assert chain.conflict(extract(layers())) == ""
     assert chain.conflict(extract(layers(), "modules")) == ""
-
-
-class Scaled(nn.Module):
-    """A layer whose input is scaled by a parameter and shifted by a buffer of the same module."""
-
-    shift: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
-        self.register_buffer("shift", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(torch.relu(x * self.scale) + self.shift)
-        return out
-
-
-class Around(nn.Module):
-    """``Scaled`` inside of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.inner = nn.Linear(4, 4), Scaled()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(self.head(x))
-        return out
-
-
-def scaled(model: nn.Module) -> Extraction:
-    return extract(Workload.of(model, torch.randn(3, 4), training=False))
 
 
 @pytest.mark.parametrize("of_calls", [False, True])
 def test_what_reads_a_tensor_of_a_map_runs_where_the_map_has_it(of_calls: bool) -> None:
-    extraction = scaled(Around())
-    tensors = {"inner.scale": "a", "inner.shift": "b"}
-    devices = {"head": "b", "inner.layer": "a"} | tensors
-    found = placed(devices, extraction, of_calls=of_calls)
-    assert set(found.devices_of("head")) == {"b"}
-    assert found.device_of("inner:mul") == "a"
-    assert found.device_of("inner:relu") == "a"
-    assert found.device_of("inner:add") == "b"
-    assert set(found.devices_of("inner.layer")) == {"a"}
-    apart = {"head": "b", "inner.layer.weight": "a", "inner.layer.bias": "a"}
-    found = placed(apart | dict.fromkeys(tensors, "b"), extraction, of_calls=of_calls)
-    assert found.device_of("inner:add") == "b"
-    assert set(found.devices_of("inner.layer")) == {"a"}
-
-
-def test_a_module_of_a_map_counts_for_the_tensors_in_it_as_for_dispatch_model() -> None:
-    extraction = scaled(Around())
-    for module in ("inner", ""):
+    extraction = inferring(around())
+    devices = {"head": "b", "inner.layer": "a", "inner.scale": "a", "inner.shift": "b"}
+    placement = placed(devices, extraction, of_calls=of_calls)
+    assert set(placement.devices_of("head")) == {"b"}
+    assert placement.device_of("inner:mul") == placement.device_of("inner:relu") == "a"
+    assert placement.device_of("inner:add") == "b"
+    assert set(placement.devices_of("inner.layer")) == {"a"}
+    apart = {"inner.layer.weight": "a", "inner.layer.bias": "a"}
+    devices = {"head": "b", "inner.scale": "b", "inner.shift": "b"} | apart
+    placement = placed(devices, extraction, of_calls=of_calls)
+    assert placement.device_of("inner:add") == "b"
+    assert set(placement.devices_of("inner.layer")) == {"a"}
+    for module in ("inner", ""):  # counts for the tensors in it
         devices = {"head": "b", module: "a", "inner.scale": "b"}
         assert placed(devices, extraction).device_of("inner:mul") == "a"
-        conflict = DeviceMap(devices).conflict(extraction)
-        assert "inner.scale on b" in conflict
-        assert f"{module or 'the whole model'} around it is on a" in conflict
 
 
-def test_entries_of_tensors_that_dispatch_model_would_not_run_are_reported() -> None:
-    mixed = DeviceMap({"scale": "cuda:1", "shift": "cuda:0", "layer": "cuda:0"})
-    assert "scale, in no module of the map, is sent to cuda:0" in mixed.conflict(scaled(Scaled()))
-    inner = DeviceMap(
-        {
-            "head": "cuda:0",
-            "inner.layer": "cuda:0",
-            "inner.scale": "cuda:1",
-            "inner.shift": "cuda:0",
-        }
-    )
-    assert "mul in Scaled.forward of inner fails" in inner.conflict(scaled(Around()))
-    fine = DeviceMap({"scale": "cuda:0", "shift": "cuda:0", "layer": "cuda:1"})
-    assert fine.conflict(scaled(Scaled())) == ""
+def test_of_a_graph_of_modules_it_is_not_known_what_reads_a_tensor() -> None:
+    extraction = inferring(scaled(), "modules")
+    with pytest.raises(ValueError, match="names 'scale', but in a graph of modules"):
+        placed({"scale": "a", "shift": "a", "layer": "b"}, extraction)
+    placed({"": "a", "layer": "b", "scale": "a"}, extraction)
 
 
 @pytest.mark.usefixtures("second_device")
@@ -226,44 +210,33 @@ def test_dispatch_model_treats_entries_of_tensors_as_reported() -> None:
         return {name: str(tensor.device) for name, tensor in model.state_dict().items()}
 
     content = {"scale": "vdev:0", "shift": "cpu", "layer": "vdev:0"}
-    assert devices(Scaled(), content)["scale"] == "cpu"
+    assert devices(scaled(), content)["scale"] == "cpu"
     for module in ("inner", ""):
-        found = devices(Around(), {"head": "vdev:0", module: "cpu", "inner.scale": "vdev:0"})
-        assert found["inner.scale"] == "cpu"
-    loaded = Around()
-    loaded.inner.scale = nn.Parameter(torch.ones(4, device="vdev:0"))
+        content = {"head": "vdev:0", module: "cpu", "inner.scale": "vdev:0"}
+        assert devices(around(), content)["inner.scale"] == "cpu"
+    loaded = around()
+    loaded.get_submodule("inner").scale = nn.Parameter(torch.ones(4, device="vdev:0"))
     content = {"head": "cpu", "inner.layer": "cpu", "inner.scale": "vdev:0", "inner.shift": "cpu"}
     assert devices(loaded, content)["inner.scale"] == "vdev:0"
     with pytest.raises(RuntimeError, match="all tensors must be on one device"):
         loaded(torch.randn(3, 4))
 
 
-def test_of_a_graph_of_modules_it_is_not_known_what_reads_a_tensor() -> None:
-    extraction = extract(Workload.of(Scaled(), torch.randn(3, 4), training=False), "modules")
-    with pytest.raises(ValueError, match="names 'scale', but in a graph of modules"):
-        placed({"scale": "a", "shift": "a", "layer": "b"}, extraction)
-    placed({"": "a", "layer": "b", "scale": "a"}, extraction)
-
-
 @pytest.mark.usefixtures("second_device")
 def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
-    step = layers()
+    devices = {"0": "vdev:0", "2": "cpu"}
     result = placer.optimize(
-        step.model,
-        step.inputs,
-        loss=step.loss,
+        layers(),
         devices="vdev:0,cpu",
         constraints=placer.Constraints(memory={"vdev:0": 1 << 30, "cpu": 1 << 30}),
-        search=placer.SearchConfig(
-            budget="50e", policy=None, start_from={"0": "vdev:0", "2": "cpu"}
-        ),
+        search=placer.SearchConfig(budget="50e", policy=None, start_from=devices),
         progress=False,
     )
-    own = next(row for row in result.candidates if row.kind is placer.Kind.WARM_START)
-    assert own.measurement is not None
-    assert own.measurement.ok
-    assert set(own.placement.devices_of("0")) == {"vdev:0"}
-    assert set(own.placement.devices_of("2")) == {"cpu"}
+    [start] = [row for row in result.candidates if row.kind is placer.Kind.WARM_START]
+    assert start.measurement is not None
+    assert start.measurement.ok
+    for module, device in devices.items():
+        assert set(start.placement.devices_of(module)) == {device}
 
 
 def test_a_search_from_a_placement_is_never_worse_than_it(

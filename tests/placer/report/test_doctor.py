@@ -73,46 +73,36 @@ def test_the_verdict_names_cores_and_thresholds() -> None:
     assert HEALTHY.is_good
     loud, wide = replace(QUIET, core=1, contention=1.8), replace(QUIET, core=2, spread=0.4)
     noisy = replace(HEALTHY, noise=(QUIET, loud, replace(loud, core=3, spread=0.5), wide))
-    assert not noisy.is_good
     for words in ("cores 1, 3 ", "1.80", "core 2 ", "40%"):
         assert words in noisy.verdict
-    throttled = replace(HEALTHY, quota_cores=1.5)
-    assert not throttled.is_good
-    for steady in (
-        replace(HEALTHY, free_bytes=1),
-        replace(HEALTHY, cache_writable=False),
-        replace(HEALTHY, noise=(replace(QUIET, spread=0.2, contention=1.15),)),
+    slightly_noisy = replace(QUIET, spread=0.2, contention=1.15)
+    for checkup, is_good in (
+        (noisy, False),
+        (replace(HEALTHY, quota_cores=1.5), False),
+        (replace(HEALTHY, free_bytes=1, cache_writable=False), True),
+        (replace(HEALTHY, noise=(slightly_noisy,)), True),
     ):
-        assert steady.is_good
+        assert checkup.is_good == is_good
 
 
-def test_noise_leaves_the_process_where_it_was() -> None:
+def test_noise_by_hand_and_the_process_stays_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
-    noise_of(physical_cores()[-1], bursts=2)
-    assert os.sched_getaffinity(0) == before
-
-
-def test_noise_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     wall_s = iter([0.0, 0.1, 0.1, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.5])  # bursts of 0.1 to 0.5 s
     cpu_s = iter([0.0, 1.2])
     monkeypatch.setattr(time, "perf_counter", lambda: next(wall_s))
     monkeypatch.setattr(time, "thread_time", lambda: next(cpu_s))
-    noise = noise_of(physical_cores()[0], bursts=5)
+    noise = noise_of(physical_cores()[-1], bursts=5)
     assert noise.median_s == pytest.approx(0.3)
     assert noise.spread == pytest.approx((0.4 - 0.2) / 0.3)
     assert noise.contention == pytest.approx(1.5 / 1.2)
+    assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None)])
-def test_the_quota_of_a_control_group_counts_in_cores(
-    tmp_path: Path, text: str, cores: float | None
-) -> None:
-    (tmp_path / "cpu.max").write_text(text + "\n")
-    assert quota_cores(tmp_path) == cores
-    assert quota_cores(tmp_path / "nowhere") is None
-
-
-def test_governors_are_those_of_the_cores(tmp_path: Path) -> None:
+def test_quotas_and_governors_are_read_where_they_are(tmp_path: Path) -> None:
+    assert quota_cores(tmp_path) is None
+    for text, cores in (("150000 100000", 1.5), ("max 100000", None)):
+        (tmp_path / "cpu.max").write_text(text + "\n")
+        assert quota_cores(tmp_path) == cores
     for core, name in enumerate(["performance", "powersave", "powersave"]):
         folder = tmp_path / f"cpu{core}" / "cpufreq"
         folder.mkdir(parents=True)
@@ -123,10 +113,9 @@ def test_governors_are_those_of_the_cores(tmp_path: Path) -> None:
 
 
 def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"core:{physical_cores()[0]}"
-    assert main(["machine", "--devices", name, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [noise["core"] for noise in found["noise"]] == [physical_cores()[0]]
-    assert main(["machine", "--devices", name]) == 0
-    assert name in capsys.readouterr().out
-    assert main(["machine", "--devices", "core:9999"]) == 2
+    core = physical_cores()[0]
+    command = ["machine", "--devices", f"core:{core}"]
+    assert main([*command, "--json"]) == 0
+    assert [noise["core"] for noise in json.loads(capsys.readouterr().out)["noise"]] == [core]
+    assert main(command) == 0
+    assert f"core:{core}" in capsys.readouterr().out
