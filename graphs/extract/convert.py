@@ -58,6 +58,16 @@ class Traced:
     exported: fx.GraphModule | None = None
 
 
+NORMALIZATIONS: Final = frozenset(
+    {
+        *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+        *("_native_batch_norm_legit_no_training", "_batch_norm_with_update"),
+        *("_batch_norm_with_update_functional", "native_layer_norm", "native_group_norm"),
+    }
+)
+"""Operators whose second and third output, mean and deviation, have the dtype of the parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpFacts:
     """Facts about an op from the trace, besides its calls."""
@@ -138,7 +148,8 @@ class _Converter:
             )
         index = len(self.values)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        self.values.append(Value(shape, stride, tensor.dtype, index if root is None else root))
+        dtype = _real_dtype(node, tensor.dtype)
+        self.values.append(Value(shape, stride, dtype, index if root is None else root))
         self.value_of[node] = index
         return index
 
@@ -270,3 +281,18 @@ def _place(node: fx.Node, what: str) -> str:
     lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
     places = [line for line in lines if line.startswith('File "')]
     return f"{what} and cannot be placed" + (f" ({places[-1]})" if places else "")
+
+
+def _real_dtype(node: fx.Node, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a result: torch's fake kernels are wrong in mixed precision.
+
+    They give statistics of normalizations the dtype of the input, the kernels that of parameters.
+    """
+    if node.target is not operator.getitem or node.args[1] not in (1, 2):
+        return dtype
+    norm = node.args[0]
+    assert isinstance(norm, fx.Node)
+    if operator_name(norm.target) not in NORMALIZATIONS:
+        return dtype
+    parameters = [own.meta["val"] for own in norm.args[1:5] if isinstance(own, fx.Node)]
+    return torch.float32 if any(p.dtype == torch.float32 for p in parameters) else dtype
