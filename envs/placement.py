@@ -19,9 +19,8 @@ from envs.placement_file import FORMAT, check_record, parse_placement
 from envs.replication import Replication
 from graphs.files import write_whole
 from graphs.graph import PHASES, GraphArrays
-from graphs.names import suggestion
-from graphs.printable import check_printable, html_table
 from graphs.strict_json import load_checked, table, within
+from graphs.text import check_printable, html_table, suggestion
 
 ROOT: Final = "(model)"
 """Module name that stands for the model itself: ops of its own code, in no submodule."""

@@ -253,11 +253,6 @@ class _Evaluator:
 
 
 def problem_of(graph: nx.DiGraph[str] | str | Path, cluster: Cluster | str | Path) -> Problem:
-    """Return the problem of placing a graph with known costs on a cluster; both may be files.
-
-    Raises:
-        ValueError: a file is invalid, there is no cluster, or the graph has no costs for a device.
-        OSError: a file cannot be read.
-    """
+    """Return the problem of placing a graph with known costs on a cluster; both may be files."""
     known = load_graph(Path(graph)) if isinstance(graph, str | Path) else completed(graph)
     return Problem.of(GraphArrays.from_graph(known), cluster_of(cluster, has_costs=True))

@@ -19,7 +19,7 @@ from envs.hardware.discover import is_core, is_here, present, split_name
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 if TYPE_CHECKING:
     import torch

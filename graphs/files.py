@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 MOST_LINKS: Final = 40
 SUFFIX: Final = ".partial"

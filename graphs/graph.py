@@ -35,8 +35,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.names import suggestion
-from graphs.printable import check_printable
+from graphs.text import check_printable, suggestion
 
 Item = TypeVar("Item", bound=np.generic)
 

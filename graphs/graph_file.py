@@ -35,8 +35,8 @@ from graphs.graph import (
     new_graph,
     topological_order,
 )
-from graphs.printable import check_printable
 from graphs.strict_json import array, fields, load_checked, number, table, text, whole
+from graphs.text import check_printable
 
 FORMAT: Final = "placer-graph/1"
 

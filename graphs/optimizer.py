@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 STATE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

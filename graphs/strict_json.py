@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from graphs.files import read_limited
-from graphs.names import suggestion
-from graphs.printable import check_printable, escaped
+from graphs.text import check_printable, escaped, suggestion
 
 Parsed = TypeVar("Parsed")
 MUCH: Final = 1 << 20

@@ -49,9 +49,6 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     """Return the best candidate: measured before predicted, and the simplest of those in a tie.
 
     A candidate that is slower than the best single device, or within noise of it, never wins.
-
-    Raises:
-        PlacementError: no candidate is feasible, or all failed when they were run.
     """
     tried = [each for each in candidates if each.measurement is not None]
     if not tried:

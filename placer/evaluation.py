@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
+import numpy as np
 
 from envs.backend import Backend, StepResult
 from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
-from envs.placement import Placement
+from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.runtime import runtime_for
 from envs.simulator import INFEASIBLE_NS, Simulated
@@ -27,17 +28,21 @@ from envs.simulator.critical_path import critical_path, critical_path_to_list
 from envs.simulator.max_load import max_load_ns
 from graphs.extract import AUTO
 from graphs.graph import GraphArrays
-from graphs.names import suggestion
+from graphs.text import suggestion
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.progress import Progress, Silent, counter
+from placer.result import Result
+from placer.search.candidate import Kind
 from placer.search.compilation import compiled_beside, load_compiled_code
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from placer.search.objectives import Objective
 from placer.warm_start import WarmStart, check_here, placement_of, warm_start_of
 
 if TYPE_CHECKING:
     from envs.measured import Measured
     from envs.runtime import Runtime
     from graphs.extract import Extraction, Workload
-    from placer.result import Result
 
 BACKENDS: Final = ("simulated", "measured")
 
@@ -325,3 +330,52 @@ def check_backend(backend: str | Backend) -> None:
             f"there is no backend {backend!r}: there are {' and '.join(BACKENDS)}, and objects "
             f"with a method evaluate{suggestion(str(backend), BACKENDS)}"
         )
+
+
+def reviewed(
+    problem: Problem, placement: Placement, cost_source: Mapping[str, str] | None = None
+) -> Result:
+    """Return an optimization result with this placement as the best, compared to the heuristics.
+
+    Nothing is searched or run: measured times are those recorded in the placement.
+    """
+    placement.check(problem.graph, problem.cluster)
+    objective = Objective(
+        name=placement.objective,
+        micro_batches=placement.micro_batches,
+        in_flight=placement.in_flight,
+    )
+    simulated = Simulated(problem)
+    devices, priority = placement.arrays()
+    evaluator, name = Evaluator(problem), placement.made_by.placer or "this placement"
+    best = replace(
+        evaluator.candidate(Kind.OTHER, devices, priority, name=name),
+        prediction=objective.predict(simulated, placement),
+    )
+    candidates = [best]
+    for candidate in heuristics(evaluator):
+        made = replace(
+            placement,
+            devices=tuple(candidate.devices.tolist()),
+            priority=tuple(candidate.priority.tolist()),
+            made_by=MadeBy(placer=candidate.name),
+            predicted=None,
+            measured=None,
+            replicas=None,
+        )
+        other = replace(candidate, prediction=objective.predict(simulated, made))
+        is_same = (
+            np.array_equal(candidate.devices, devices) and other.predicted_s == best.predicted_s
+        )
+        if not is_same:
+            candidates.append(other)
+    return Result(
+        placement=placement,
+        problem=problem,
+        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.predicted_s)),
+        best=best,
+        lower_bound_s=objective.lower_bound_s(problem),
+        search_s=0.0,
+        stopped=False,
+        cost_source=dict(cost_source or {}),
+    )

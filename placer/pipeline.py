@@ -48,10 +48,6 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
 
     If all devices of a workload are on this machine, the best candidates are run; otherwise the
     simulated step time decides.
-
-    Raises:
-        PlacementError: no placement that fits was found, or nothing could be run.
-        KeyboardInterrupt: stopped before there was any placement.
     """
     progress = progress or Silent()
     with Interrupt() as interrupt:

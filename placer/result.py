@@ -14,7 +14,7 @@ from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import Measurement, contention_warning
 from envs.placement import Placement
 from envs.problem import Problem
-from graphs.printable import html_table
+from graphs.text import html_table
 from placer import messages
 from placer.choose import best_single_device, runs_contended
 from placer.search.candidate import Candidate

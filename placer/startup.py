@@ -23,9 +23,6 @@ def check_packages() -> None:
     """Check that ``envs`` and ``graphs`` resolve to the packages beside this ``placer``.
 
     Other imports would fail later, with a message about a missing module.
-
-    Raises:
-        ImportError: another package or folder comes first on the import path.
     """
     home = Path(__file__).resolve().parents[1]
     for name in PACKAGES:

@@ -46,12 +46,7 @@ def write_state(path: Path, state: Mapping[str, Any], file_format: str) -> None:
 
 
 def read_state(path: Path, file_format: str) -> dict[str, Any]:
-    """Return what :func:`write_state` wrote in this format, tensors on the CPU.
-
-    Raises:
-        StateFileError: it is not such a file, has another format, or is damaged.
-        OSError: it cannot be read.
-    """
+    """Return what :func:`write_state` wrote in this format, tensors on the CPU."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

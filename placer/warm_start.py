@@ -28,33 +28,19 @@ class WarmStartError(ValueError):
 
 
 def load_warm_start(path: Path) -> WarmStart:
-    """Read a placement file or a device map, ``{"model.layers.0": 0, "lm_head": "cpu"}``.
-
-    Raises:
-        ValueError: the file is neither; the message starts with its path.
-        OSError: the file cannot be read.
-    """
+    """Read a placement file or a device map, ``{"model.layers.0": 0, "lm_head": "cpu"}``."""
     return load_checked(path, lambda data: _parsed(table(data, "")))
 
 
 def warm_start_of(start: Placement | DeviceMap | Mapping[str, int | str] | str | Path) -> WarmStart:
-    """Convert a placement, a device map or the path of either.
-
-    Raises:
-        ValueError: the argument is none of these.
-        OSError: the file cannot be read.
-    """
+    """Convert a placement, a device map or the path of either."""
     if isinstance(start, str | Path):
         return load_warm_start(Path(start))
     return _parsed(start) if isinstance(start, Mapping) else start
 
 
 def check_here(start: WarmStart) -> None:
-    """Check that the devices of a device map are on this machine.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that the devices of a device map are on this machine."""
     for name in () if isinstance(start, Placement) else start.device_names:
         if reason := missing_reason(name):
             raise ValueError(f"{reason} (in a device map a number N means cuda:N)")
@@ -63,12 +49,7 @@ def check_here(start: WarmStart) -> None:
 def placement_of(
     start: WarmStart, extraction: Extraction | None, graph: GraphArrays, cluster: Cluster
 ) -> Placement:
-    """Convert a warm start to a placement of a graph, which is that of the extraction or a file's.
-
-    Raises:
-        WarmStartError: the warm start belongs to another graph or model, has other devices, or is a
-            device map for a graph file, which has no modules.
-    """
+    """Convert a warm start to a placement of a graph, of an extraction or from a file."""
     try:
         if isinstance(start, Placement):
             return start.aligned(graph, cluster)

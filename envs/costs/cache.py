@@ -36,7 +36,7 @@ from zlib import crc32
 
 from envs.hardware.cache_folder import CacheWarning, cache_folder
 from envs.hardware.cluster import LONGEST_S
-from graphs.printable import check_printable, escaped
+from graphs.text import check_printable, escaped
 
 APPLICATION: Final = 0x706C6163  # "plac", in SQLite's field for the application of a file
 SESSIONS_KEPT: Final = 5

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Final
 
-from graphs.printable import escaped
+from graphs.text import escaped
 
 SPEEDS: Final = ("cores-", "torch-")
 """Prefixes of calibration file names, see envs/costs/calibrate.py."""

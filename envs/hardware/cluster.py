@@ -51,9 +51,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.hardware.units import human_bytes
-from graphs.names import suggestion
-from graphs.printable import check_printable, html_table
 from graphs.strict_json import array, fields, load_toml, number, text, whole, within
+from graphs.text import check_printable, html_table, suggestion
 
 Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
 LinkOrder: TypeAlias = Literal["fifo", "priority"]

@@ -50,11 +50,7 @@ class ReplicaSimulator:
         self._simulators: dict[tuple[int, int | None], tuple[Simulator, Pipeline | None]] = {}
 
     def step(self, placement: Placement) -> ReplicaStep:
-        """Simulate the step of a replica with this placement.
-
-        Raises:
-            ValueError: it is not for this problem, or infeasible.
-        """
+        """Simulate the step of a replica with this placement."""
         problem, gradients = self.problem, self.gradients
         placement.check(problem.graph, problem.cluster)
         schedule, is_update, end_ns = self._run(placement)

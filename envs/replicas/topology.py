@@ -33,11 +33,7 @@ Block: TypeAlias = tuple[int, ...]
 
 
 def levels_of(problem: Problem, devices: Sequence[int]) -> tuple[Level, ...]:
-    """Return the levels of the network of some devices, innermost first; () for a single device.
-
-    Raises:
-        ValueError: two of the devices have no link.
-    """
+    """Return the levels of the network of some devices, innermost first; () for a single device."""
     unlinked = np.argwhere(~problem.connected[np.ix_(devices, devices)])
     if len(unlinked):
         source, destination = (problem.cluster.names[devices[i]] for i in unlinked[0].tolist())
@@ -140,11 +136,7 @@ class SlotNetwork:
 
 
 def slot_networks(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[SlotNetwork, ...]:
-    """Return the networks of all slots, for replicas on these groups of equal size.
-
-    Raises:
-        ValueError: devices of one slot have no link.
-    """
+    """Return the networks of all slots, for replicas on these groups of equal size."""
     return tuple(_slot_network(problem, devices) for devices in zip(*groups, strict=True))
 
 
@@ -161,9 +153,6 @@ def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
     the smallest larger block, which it shares with no other group. Devices of one kind are grouped
     together; leftover devices are in no group. Groups are alike if devices at equal positions are,
     and the links among them: one placement then serves all.
-
-    Raises:
-        ValueError: ``size`` is not within 1 .. number of devices.
     """
     count = problem.device_count
     if not 1 <= size <= count:

@@ -10,9 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from graphs.names import suggestion
 from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
+from graphs.text import suggestion
 from placer.cli.errors import BAD_USAGE, UsageError
 from placer.sources.names import is_graph_file
 

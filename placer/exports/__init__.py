@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 if TYPE_CHECKING:
     from placer.exports.format import Format

@@ -16,7 +16,7 @@ from graphs.extract import Extraction
 from graphs.extract.extraction import ties_of
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
-from graphs.names import suggestion
+from graphs.text import suggestion
 from placer.exports.dry_run import INPUTS, Hooks, flow, main_device_of
 from placer.exports.placed_modules import around, canonical_paths, parent
 

@@ -20,8 +20,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from graphs.printable import escaped
 from graphs.strict_json import brief
+from graphs.text import escaped
 from placer.parallel.processes import StoppedError, Store, rank_list, wire_device
 
 SECRET_BYTES: Final = 32

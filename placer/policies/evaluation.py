@@ -27,8 +27,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.names import suggestion
 from graphs.strict_json import load_toml, table
+from graphs.text import suggestion
 from placer.policies.network import Policy, load, shipped, write_card
 from placer.policies.pool import Clusters, Exercise, draw_pool, families
 from placer.policies.records import Within, check_ranges, plain, record

@@ -16,8 +16,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
 from graphs.files import read_limited, write_whole
-from graphs.names import suggestion
 from graphs.strict_json import brief, load_checked, table, within
+from graphs.text import suggestion
 from placer.policies.summary import FEATURES, summarise
 from placer.search.candidate import Candidate
 from placer.search.evaluator import Evaluator

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 if TYPE_CHECKING:
     from placer.search.portfolio import Proposer

@@ -53,9 +53,6 @@ class Budget:
 
         >>> Budget.parse("1.5s"), Budget.parse("4000e")
         (Budget(seconds=1.5, evaluations=None), Budget(seconds=None, evaluations=4000))
-
-        Raises:
-            ValueError: the text has another form, is zero, or is a fraction of an evaluation.
         """
         match = _FORM.fullmatch(text.strip().lower())
         if match is None:

@@ -25,8 +25,8 @@ from envs.hardware.discover import available_memory_bytes
 from graphs.extract import Workload
 from graphs.extract.errors import quiet
 from graphs.files import file_error_message, missing_file, read_limited
-from graphs.printable import check_printable
 from graphs.strict_json import brief
+from graphs.text import check_printable
 from placer.sources.names import TargetError
 from placer.sources.size_expressions import check_expression
 

@@ -34,8 +34,8 @@ from envs.hardware.discover import available_memory_bytes
 from envs.hardware.torch_devices import is_out_of_memory
 from graphs.extract import Workload
 from graphs.files import file_error_message
-from graphs.names import suggestion
 from graphs.strict_json import brief, parse_json
+from graphs.text import suggestion
 from placer.sources.huggingface_config import OF_LOADING, check_harmless, read_config
 from placer.sources.names import PREFIX, TargetError
 

@@ -20,7 +20,7 @@ from envs.hardware.discover import available_memory_bytes
 from graphs.extract import Workload
 from graphs.extract.errors import quiet
 from graphs.files import file_error_message, missing_file
-from graphs.printable import check_printable
+from graphs.text import check_printable
 from placer.sources.names import TargetError
 
 LARGEST_FILE_BYTES: Final = 2**31

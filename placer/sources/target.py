@@ -15,9 +15,9 @@ import networkx as nx
 
 from graphs.files import file_error_message, missing_file
 from graphs.graph_file import load_graph
-from graphs.names import suggestion
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
+from graphs.text import suggestion
 from placer.sources.names import (
     TargetError,
     is_exported,

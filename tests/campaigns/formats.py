@@ -25,9 +25,8 @@ from placer.parallel.training import STATE_FORMAT
 from placer.policies import load as load_policy
 from placer.policies.evaluation import Suite, load_suites
 from placer.policies.training import TrainingConfig, load_config
-from placer.policies.training.checkpoint import read_checkpoint
 from placer.policies.training.config import Length, Stage, Testing
-from placer.policies.training.run import train
+from placer.policies.training.run import read_checkpoint, train
 from placer.sources import exported, huggingface, onnx
 from placer.sources.target import load_step
 from placer.state_file import read_state, write_state

@@ -14,9 +14,9 @@ import placer
 from envs.core_runtime import CoreRuntime
 from graphs.graph import add_edge, add_op, graph_hash, new_graph
 from graphs.selection import ConstraintError
+from placer.evaluation import reviewed
 from placer.job import Constraints, Job, SearchConfig
 from placer.pipeline import optimize_job
-from placer.report.html.review import reviewed
 from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair
 

@@ -18,7 +18,7 @@ from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
 from graphs.extract.eager import run_step
 from graphs.extract.module_calls import and_outer, module_paths
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 
 class HookedModule(nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.replication import BUCKET_BYTES
-from graphs.names import suggestion
+from graphs.text import suggestion
 
 DEFAULT: Final = "allreduce"
 WARMUP_STEPS: Final = 200

@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,10 +25,11 @@ import torch
 
 from envs.hardware.discover import available_memory_bytes
 from envs.hardware.torch_devices import one_thread
+from graphs.strict_json import number, text, whole
+from graphs.strict_json import table as as_table
 from placer.policies.decoders import Decoders
 from placer.policies.network import FORMAT, path_of
-from placer.policies.records import plain
-from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
+from placer.policies.records import differences, plain
 from placer.policies.training.config import MEASURED as MEASURED_CONFIG
 from placer.policies.training.config import SIMULATED, TrainingConfig
 from placer.policies.training.learner import Learner, Saved
@@ -36,11 +38,13 @@ from placer.policies.training.scores import MEANING, MEASURED, mean, table
 from placer.policies.training.task import Curriculum, Task
 from placer.progress import Silent
 from placer.startup import VERSION
+from placer.state_file import StateFileError, read_state, write_state
 
 if TYPE_CHECKING:
     from envs.hardware.cluster import Cluster
     from graphs.extract import Workload
 
+CHECKPOINT_FORMAT: Final = "placer-checkpoint/3"
 RATIOS: Final = "ratios"
 """Ratios of one decode on every validation graph: in checkpoints, not in cards."""
 
@@ -110,6 +114,58 @@ def _check(config: TrainingConfig, *, has_model: bool) -> None:
             f"the graphs of all stages need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
             "free: draw fewer graphs, or smaller ones"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """State of a training in the middle of a seed."""
+
+    essence: Mapping[str, Any]  # of its configuration, see TrainingConfig.essence
+    graphs: str  # digest of the training graphs
+    finished: Sequence[Saved]  # networks of finished seeds, with their rows of the card
+    learner: Saved  # of the running seed
+    rollouts: int  # of the running seed so far
+    spent_s: float
+    log_bytes: int  # length of the log at this point
+
+    def write(self, path: Path) -> None:
+        """Write the checkpoint, completely or not at all."""
+        parts = {f"finished.{i}": saved for i, saved in enumerate(self.finished)}
+        parts["learner"] = self.learner
+        state = {
+            "essence": self.essence,
+            "graphs": self.graphs,
+            "parts": {part: [dict(saved.tensors), saved.data] for part, saved in parts.items()},
+            "rollouts": self.rollouts,
+            "spent_s": self.spent_s,
+            "log_bytes": self.log_bytes,
+        }
+        write_state(path, state, CHECKPOINT_FORMAT)
+
+
+def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
+    """Read the checkpoint of a training with this configuration."""
+    try:
+        state = read_state(path, CHECKPOINT_FORMAT)
+        if changed := differences(as_table(state["essence"], "essence"), essence):
+            raise ValueError(
+                f"{path}: it is of another training: {'; '.join(changed)}. Train with what it was, "
+                "or give --fresh to begin anew"
+            )
+        parts = {part: Saved(*saved) for part, saved in as_table(state["parts"], "parts").items()}
+        return Checkpoint(
+            essence=essence,
+            graphs=text(state["graphs"], "graphs"),
+            learner=parts.pop("learner"),
+            finished=[parts[f"finished.{i}"] for i in range(len(parts))],
+            rollouts=whole(state["rollouts"], "rollouts"),
+            spent_s=number(state["spent_s"], "spent_s"),
+            log_bytes=whole(state["log_bytes"], "log_bytes"),
+        )
+    except StateFileError as error:
+        raise ValueError(f"{error}; give --fresh to begin anew") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a checkpoint: {error!r}") from error
 
 
 class _Run:

@@ -7,7 +7,6 @@
 from placer.report.html.commands import Command, Source, next_commands
 from placer.report.html.data import report_data
 from placer.report.html.page import page, write_report
-from placer.report.html.review import reviewed
 
 __all__ = [
     "Command",
@@ -15,6 +14,5 @@ __all__ = [
     "next_commands",
     "page",
     "report_data",
-    "reviewed",
     "write_report",
 ]

@@ -58,11 +58,7 @@ PAGE: Final = """\
 
 
 def write_report(data: dict[str, Any], path: Path) -> None:
-    """Write the page with the data of :func:`report_data`, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the page with the data of :func:`report_data`, whole or not at all."""
     write_whole(path, page(data))
 
 

@@ -24,9 +24,10 @@ from graphs.graph import GraphArrays, add_op, new_graph
 from graphs.graph_file import save_graph
 from graphs.synthetic.sketches import transformer
 from placer.cli.main import build_parser, main
+from placer.evaluation import reviewed
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
-from placer.report.html import Source, next_commands, page, report_data, reviewed
+from placer.report.html import Source, next_commands, page, report_data
 from placer.report.html.page import embedded
 from placer.report.html.schedule import thinned, timeline_data
 from placer.result import Result

@@ -16,7 +16,8 @@ from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, attributes_of, new_graph
 from graphs.synthetic.shapes import layered
 from graphs.synthetic.sketches import nmt, transformer
-from placer.report.html import report_data, reviewed, write_report
+from placer.evaluation import reviewed
+from placer.report.html import report_data, write_report
 from tests.helpers.chromium import opened
 from tests.helpers.simulator_cases import one_kind
 

@@ -17,9 +17,10 @@ from envs.measurement import Measurement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
 from graphs.synthetic.inception import inception
+from placer.evaluation import reviewed
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
-from placer.report.html import Source, next_commands, report_data, reviewed, write_report
+from placer.report.html import Source, next_commands, report_data, write_report
 from placer.result import Result
 from tests.helpers.chromium import covered_labels, cut_labels, ink_of, opened
 from tests.helpers.random_problems import random_problem

@@ -1,4 +1,4 @@
-"""Check or escape texts from outside before they are shown on a terminal or in a notebook."""
+"""Texts for users: checked and escaped before they are shown, and suggestions for wrong names."""
 
 from __future__ import annotations
 
@@ -63,3 +63,15 @@ def _unprintable(value: object, where: str) -> tuple[str, str]:
 
 def _code(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def suggestion(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return a hint to append to a message: the most similar known name, or "" if none is similar.
+
+    >>> suggestion("cuda0", ["cpu", "cuda:0"])
+    '; did you mean cuda:0?'
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
