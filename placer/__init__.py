@@ -4,10 +4,10 @@
 
     import placer
 
-    placement = placer.optimize(model, example_inputs, loss=loss, devices="auto", budget="60s")
-    placement.device_of("mixed_5b.branch1x1")
-    with placer.apply(model, placement) as placed:
-        loss = placed.step(batch)
+    result = placer.optimize(model, example_inputs, loss=loss, devices="auto", budget="60s")
+    result.device_of("mixed_5b.branch1x1")
+    with placer.apply(model, result) as placed:
+        loss_value = placed.step(batch)
 
 Submodules are imported on first use. The environments ``placer/Placement-v0`` and
 ``placer/Scheduler-v0`` are registered with Gymnasium, whichever of the two is imported first.
@@ -21,6 +21,7 @@ from placer.startup import VERSION, check_packages, register_environments
 
 if TYPE_CHECKING:
     from envs.backend import Backend, StepResult
+    from envs.executors.cores.errors import WorkerError
     from envs.hardware.cluster import Cluster, Device, Link
     from envs.measured import Measured
     from envs.placement import Placement
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from envs.simulator import Simulated, Simulator
     from graphs.graph import Graph
     from graphs.optimizer import Optimizer
-    from graphs.workload import Workload
+    from graphs.workload import ExtractionError, Workload
     from placer.api import evaluate, extract, optimize, train
     from placer.applying import apply, export
+    from placer.choose import PlacementError
     from placer.evaluation import Evaluation, measured
+    from placer.exports.renaming import ExportError
     from placer.job import Constraints, SearchConfig
     from placer.policies import load as load_policy
     from placer.replicate.result import ReplicatedResult
@@ -47,6 +50,8 @@ _HOMES = {  # name: module, or module:name there
     "Constraints": "placer.job",
     "Device": "envs.hardware.cluster",
     "Evaluation": "placer.evaluation",
+    "ExportError": "placer.exports.renaming",
+    "ExtractionError": "graphs.workload",
     "Graph": "graphs.graph",
     "Kind": "placer.search.candidate",
     "Link": "envs.hardware.cluster",
@@ -54,6 +59,7 @@ _HOMES = {  # name: module, or module:name there
     "measured": "placer.evaluation",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
+    "PlacementError": "placer.choose",
     "ReplicatedResult": "placer.replicate.result",
     "Replication": "envs.replication",
     "Result": "placer.result",
@@ -61,6 +67,7 @@ _HOMES = {  # name: module, or module:name there
     "Simulated": "envs.simulator",
     "Simulator": "envs.simulator",
     "StepResult": "envs.backend",
+    "WorkerError": "envs.executors.cores.errors",
     "Workload": "graphs.workload",
     "apply": "placer.applying",
     "evaluate": "placer.api",
@@ -78,12 +85,15 @@ __all__ = [
     "Constraints",
     "Device",
     "Evaluation",
+    "ExportError",
+    "ExtractionError",
     "Graph",
     "Kind",
     "Link",
     "Measured",
     "Optimizer",
     "Placement",
+    "PlacementError",
     "ReplicatedResult",
     "Replication",
     "Result",
@@ -91,6 +101,7 @@ __all__ = [
     "Simulated",
     "Simulator",
     "StepResult",
+    "WorkerError",
     "Workload",
     "__version__",
     "apply",

@@ -47,7 +47,7 @@ class Result:
     extraction: Extraction | None = None
     all_cores: Measurement | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
-    search_trace: SearchTrace = field(default_factory=SearchTrace)  # search trace
+    search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""  # why nothing could be run
     measuring_s: float = 0.0  # time spent on running candidates
 

@@ -262,23 +262,18 @@ def _print(result: Result, args: argparse.Namespace, total_s: float) -> None:
 
 
 def _print_plan(result: ReplicatedResult, args: argparse.Namespace) -> None:
-    from placer.replicate.messages import verdict_of
-    from placer.report.replicas import plan_to_dict, print_plan
-    from placer.result import extraction_to_dict
+    from placer.report.replicas import print_plan
 
-    plan = result.replication
     print_result(
         args,
         lambda: {
-            **plan_to_dict(plan),
+            **result.to_dict(),
             "seed": args.seed,
-            "stopped": plan.left_out > 0,
-            **extraction_to_dict(plan.extraction),
             "out": str(args.out),
             "command": launch_command_of(result, args, args.out) or None,
         },
-        lambda console: print_plan(plan, console),
-        verdict_of(plan),
+        lambda console: print_plan(result.replication, console),
+        result,
     )
 
 

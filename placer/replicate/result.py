@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from envs.replicas.reductions import ReplicatedStep
 from envs.replicas.step import ReplicaStep
 from envs.replicas.topology import slot_networks
 from envs.replication import AUTO, Replication
-from placer.result import Result
+from placer.result import Result, extraction_to_dict
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -187,3 +188,16 @@ class ReplicatedResult(Result):
     """The result for one replica, with the plan that holds all alternatives."""
 
     replication: ReplicaPlan
+
+    def __str__(self) -> str:
+        """Return the verdict on the plan."""
+        return str(import_module("placer.replicate.messages").verdict_of(self.replication))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON; units are in the names, None is unknown."""
+        report = import_module("placer.report.replicas")  # by name: reports are a layer above
+        return {
+            **report.plan_to_dict(self.replication),
+            "stopped": self.replication.left_out > 0,
+            **extraction_to_dict(self.replication.extraction),
+        }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import placer
 from envs.hardware.cluster import cluster_to_toml
 from envs.placement import Placement
 from envs.replication import Replication
@@ -90,6 +91,15 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     assert best["full_overlap_s"] <= best["step_s"] <= best["no_overlap_s"] * (1 + 1e-12)
     assert data["curve"][-1]["devices"] == 4096
     assert data["accumulate"] == 1
+    from_python = placer.optimize(
+        tmp_path / "graph.json",
+        tmp_path / "cluster.toml",
+        budget="300e",
+        replicas=placer.Replication(payload="fp16", coding_bytes_per_s=1e12),
+        progress=False,
+    )
+    assert str(from_python) == data["verdict"]
+    assert from_python.to_dict()["curve"] == data["curve"]
     assert main(["show", str(out)]) == 0
     assert f"the first of {best['replicas']} replicas on" in shown_of(capsys)
     written = json.loads(out.read_text())["replicas"]
