@@ -268,7 +268,6 @@ def _print_plan(result: ReplicatedResult, args: argparse.Namespace) -> None:
         args,
         lambda: {
             **result.to_dict(),
-            "seed": args.seed,
             "out": str(args.out),
             "command": launch_command_of(result, args, args.out) or None,
         },

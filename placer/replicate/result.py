@@ -198,6 +198,7 @@ class ReplicatedResult(Result):
         report = import_module("placer.report.replicas")  # by name: reports are a layer above
         return {
             **report.plan_to_dict(self.replication),
+            "seed": self.placement.made_by.seed,
             "stopped": self.replication.left_out > 0,
             **extraction_to_dict(self.replication.extraction),
         }
