@@ -1,4 +1,4 @@
-"""What data-parallel replicas are: asked for, planned, written to a placement file and run.
+"""Data-parallel replicas as they are requested, planned, written to a placement file and run.
 
 Importing it loads no numerical library, so that a command line can list the choices.
 """

@@ -156,7 +156,7 @@ _READERS: Final[Mapping[Any, Callable[[object, str], Any]]] = {
     Mapping[str, str]: _texts,
     Mapping[str, float]: _seconds,
 }
-"""How a value of a file becomes an attribute, by the attribute's type."""
+"""{type of an attribute: the reader of its values in a file}."""
 
 
 def _read_edge(graph: nx.DiGraph[str], item: object, where: str) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from graphs.extract import Workload
 
 Source: TypeAlias = "Target | Workload | nx.DiGraph[str]"
-"""What is placed: a workload, a graph with known costs, or the name of either."""
+"""A workload, a graph with known costs, or the name of either."""
 SEEDS: Final = 2**32
 
 

@@ -142,7 +142,7 @@ class _Optimization:
 
     @property
     def _backend(self) -> Runtime | Backend | None:
-        """What evaluates the best candidates; None if the prediction decides."""
+        """Return the backend of the best candidates; None if the prediction decides."""
         if self.search.backend is not None:
             return self.search.backend
         return self.runtime if self.search.measure else None

@@ -1,4 +1,4 @@
-"""What ``import placer`` does: its version, the check of its packages, its environments."""
+"""Version, check of the packages, and environments: all that ``import placer`` runs."""
 
 from __future__ import annotations
 

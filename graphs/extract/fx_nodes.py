@@ -1,4 +1,4 @@
-"""What nodes of a traced graph say: their operator, module, exported call, and forward op.
+"""Read nodes of a traced graph: their operator, module, exported call, and forward op.
 
 Calls are tagged before they are lowered, and torch passes the tags on, also to backward ops.
 Forward ops are identified by autograd's sequence numbers.

@@ -1,4 +1,4 @@
-"""What a command writes: its result to stdout, progress and remarks to stderr, and its files."""
+"""Output of a command: its result on stdout, progress and remarks on stderr, and its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of replicas does: by the plan in its placement file, unless the user overrides it."""
+"""Plan of a run of replicas: that of its placement file, unless the user overrides it."""
 
 from __future__ import annotations
 

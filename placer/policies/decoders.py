@@ -176,7 +176,7 @@ class RayTasks:
 
 
 def _start_ray(ray: Any) -> None:
-    """Start a cluster that listens on this machine only: whoever reaches it can run code on it."""
+    """Start a cluster that listens on this machine only, because its clients can run any code."""
     constants: Any = import_module("ray._private.ray_constants")
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False  # else Ray listens on a network address

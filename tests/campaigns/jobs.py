@@ -170,7 +170,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a job ended; ``code`` is negative for a signal."""
+    """The end of a job; ``code`` is negative for a signal."""
 
     code: int
     hung: bool

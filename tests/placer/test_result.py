@@ -1,4 +1,4 @@
-"""Which candidates are run, which is chosen, and what a result says."""
+"""Choice of the candidates to run and of the best, and sentences of a result."""
 
 from __future__ import annotations
 

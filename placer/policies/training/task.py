@@ -1,4 +1,4 @@
-"""What a training learns: scheduler weights for a problem, by PPO; an episode is one decode."""
+"""Task of a training: scheduler weights for a problem, by PPO; an episode is one decode."""
 
 from __future__ import annotations
 

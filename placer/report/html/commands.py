@@ -29,7 +29,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What was placed, as words of a command line, and the placement file."""
+    """The placed target as words of a command line, and the placement file."""
 
     placement: Path
     target: str

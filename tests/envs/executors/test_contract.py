@@ -1,4 +1,4 @@
-"""What every executor promises: a placed model computes what the model computes.
+"""Contract of every executor: a placed model computes what the model computes.
 
 On pinned cores bit for bit, on torch devices call by call or module by module up to rounding.
 """

@@ -114,8 +114,8 @@ def test_a_full_device_is_named_with_what_is_missing_and_its_largest_ops() -> No
     cluster = one_kind(2)
     schedule = run(graph, cluster, [0, 1, 1, 1])
     assert not schedule.feasible
-    for told in ("d1 needs 1.3 GB for 3 ops", "300.0 MB too little", "largest: 1, 900.0 MB"):
-        assert told in schedule.reason
+    for part in ("d1 needs 1.3 GB for 3 ops", "300.0 MB too little", "largest: 1, 900.0 MB"):
+        assert part in schedule.reason
 
 
 def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:

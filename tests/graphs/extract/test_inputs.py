@@ -1,4 +1,4 @@
-"""What steps take: modes, keywords, numbers, and dynamic sizes."""
+"""Inputs of steps: modes, keywords, numbers, and dynamic sizes."""
 
 from __future__ import annotations
 

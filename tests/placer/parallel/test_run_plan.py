@@ -1,4 +1,4 @@
-"""What a rank runs of a plan, and on which devices."""
+"""The part of a plan that a rank runs, and its devices."""
 
 from __future__ import annotations
 
