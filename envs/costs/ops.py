@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
 from envs.costs.modules import MODULE_BY_MODULE, profile_modules
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import once_more
-from envs.executors.cores.instruction_lists import Run, single_list
+from envs.executors.cores.instruction_lists import Give, Run, single_list
 from envs.executors.cores.pool import WorkerPool
 from envs.hardware.cluster import Device
 from graphs.extract import Extraction
@@ -62,15 +62,22 @@ def profile_runs(
 ) -> dict[str, NDArray[np.float64]]:
     """Return the seconds of every op in every run, {device kind: (repeats, N)}.
 
-    The whole step runs on the first device of each kind; the time of an op is that of its call and
-    of the views made for it. On one core this is thread CPU time, which excludes time when other
-    processes use the core; on several cores it is wall time, since that clock does not include
-    other threads. A worker that dies is replaced once.
+    The whole step runs on the first device of each kind; the time of an op is that of its call, of
+    the views made for it, and of handing over the results of the step that it makes. On one core
+    this is thread CPU time, which excludes time when other processes use the core; on several cores
+    it is wall time, since that clock does not include other threads. A worker that dies is replaced
+    once.
     """
     program = extraction.program
     instructions = single_list(program)
-    timed = [k for k, instruction in enumerate(instructions) if isinstance(instruction, Run)]
-    ops = [program.calls[i.call].op for i in instructions if isinstance(i, Run)]
+    makers = program.makers()
+    op_of = {k: program.calls[i.call].op for k, i in enumerate(instructions) if isinstance(i, Run)}
+    for k, instruction in enumerate(instructions):
+        if isinstance(instruction, Give):
+            root = program.values[program.results[instruction.result].value].root
+            if root in makers:
+                op_of[k] = makers[root]
+    timed, ops = list(op_of), list(op_of.values())
     first_of = first_of_kinds(devices)
     total = len(first_of) * (WARM_UP + repeats)
     done = itertools.count(1)
@@ -84,7 +91,7 @@ def profile_runs(
             load_example(pool.arena, extraction.step)
             number = pool.load([instructions])
             for run_s in runs_s:
-                run_s[ops] = pool.run(number).cpu_s[0][timed]
+                np.add.at(run_s, ops, pool.run(number).cpu_s[0][timed])
                 if progress is not None:
                     progress(min(next(done), total), total)
         return runs_s[WARM_UP:]
@@ -95,19 +102,21 @@ def profile_runs(
     }
 
 
-def op_signatures(program: StepProgram) -> tuple[str, ...]:
+def op_signatures(program: StepProgram, *, results: bool = True) -> tuple[str, ...]:
     """Return the signature of every op, (N,).
 
     It covers the operator, shape, stride and dtype of every input tensor, which arguments are the
-    same tensor, all other arguments, which outputs are read, and the same for views made for the
-    call. It omits what else an op's time depends on in its step: tensor values (the rows that an
-    embedding looks up) and the state that earlier ops leave in caches and allocator.
+    same tensor, all other arguments, which outputs are read, the same for views made for the call,
+    and with ``results`` how many results of the step lie in which output. It omits what else an
+    op's time depends on in its step: tensor values (the rows that an embedding looks up) and the
+    state that earlier ops leave in caches and allocator.
     """
     signatures = [""] * program.op_count
+    given = Counter(program.values[result.value].root for result in program.results if results)
     for instruction in single_list(program):
         if isinstance(instruction, Run):
             calls = [program.calls[i] for i in (*instruction.views, instruction.call)]
-            signatures[calls[-1].op] = _signature(program, calls)
+            signatures[calls[-1].op] = _signature(program, calls, given)
     return tuple(signatures)
 
 
@@ -115,17 +124,19 @@ def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]
     """Return the signature of every node, (M,): of its ops and the precision of matrix products."""
     ops: defaultdict[int, list[str]] = defaultdict(list)
     for node, signature in zip(
-        calls.node_of.tolist(), op_signatures(extraction.program), strict=True
+        calls.node_of.tolist(), op_signatures(extraction.program, results=False), strict=True
     ):
         ops[node].append(signature)
     precision = torch.get_float32_matmul_precision()
     return tuple(_digest([precision, *ops[node]]) for node in range(len(calls.graph)))
 
 
-def _signature(program: StepProgram, calls: Sequence[Call]) -> str:
+def _signature(program: StepProgram, calls: Sequence[Call], given: Counter[int]) -> str:
     numbers: dict[int, int] = {}  # {value: its number in this signature}
     lines = [_text(call, numbers) for call in calls]
     lines += [_tensor(program.values[value]) for value in numbers]
+    if any(counts := [given[value] for value in calls[-1].made]):
+        lines.append(f"results: {counts}")
     return _digest(lines)
 
 

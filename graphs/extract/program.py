@@ -169,6 +169,25 @@ class StepProgram:
         """Return the tensors under values, each once."""
         return tuple(dict.fromkeys(self.values[value].root for value in values))
 
+    def whole_results(self) -> dict[int, int]:
+        """Return {index of a result: tensor under it} of results that are all of a computed tensor.
+
+        The tensor is written only by the op that makes it. Of several results with one tensor only
+        the first counts, so that each has memory of its own.
+        """
+        computed = {value for call in self.calls for value in call.made}
+        free = computed.difference(*(self.roots(call.writes) for call in self.calls))
+        whole: dict[int, int] = {}
+        for index, result in enumerate(self.results):
+            shown = self.values[result.value]
+            root = self.values[shown.root]
+            same = shown.is_dense and root.is_dense and shown.numel == root.numel
+            plain = shown.dtype == root.dtype and not shown.dtype.is_complex
+            if shown.root in free and same and plain:
+                free.remove(shown.root)
+                whole[index] = shown.root
+        return whole
+
     def first_name(self, name: str) -> str:
         """Return the first of the names that a parameter or buffer has."""
         return self.ties.get(name, name)

@@ -271,9 +271,9 @@ def test_a_short_step_runs_once_more_before_it_counts(
     runs: list[int] = []
     run = WorkerPool.run
 
-    def recorded(pool: WorkerPool, number: int, *, give: bool = False) -> StepRun:
+    def recorded(pool: WorkerPool, number: int) -> StepRun:
         runs.append(number)
-        return run(pool, number, give=give)
+        return run(pool, number)
 
     monkeypatch.setattr(WorkerPool, "run", recorded)
     counts = []

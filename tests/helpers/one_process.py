@@ -84,7 +84,6 @@ def run(
             for d, position in turns(lists):
                 compiled[d].steps[position](compiled[d].table)
             for own in compiled:
-                own.give()
                 own.forget()
                 own.signals.reset()
             gradients, outputs = _taken(arena, state)

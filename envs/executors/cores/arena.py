@@ -1,8 +1,9 @@
 """Memory that the parent and all workers share: one anonymous file, mapped by each of them.
 
 It has no name in the file system, so nothing is left behind however the processes end. Every source
-and result of a step, and every tensor that may move between devices, has a fixed place in it; pages
-that are never touched take no memory. The functions copy the state and the batch of a step into it.
+and result of a step, and every tensor that may move between devices, has a fixed place in it; a
+result that is all of a computed tensor lies in that tensor's place. Pages that are never touched
+take no memory. The functions copy the state and the batch of a step into it.
 """
 
 from __future__ import annotations
@@ -78,9 +79,13 @@ class Arena:
             if self.program.values[value].root == value:
                 self.values[value] = end
                 end += self._room(value)
-        for result in self.program.results:
-            self.results.append(end)
-            end += self._room(result.value)
+        whole = self.program.whole_results()
+        for index, result in enumerate(self.program.results):
+            if index in whole:
+                self.results.append(self.values[whole[index]])
+            else:
+                self.results.append(end)
+                end += self._room(result.value)
         return max(end, ALIGNMENT)
 
     def _room(self, value: int) -> int:

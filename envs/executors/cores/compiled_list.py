@@ -30,6 +30,17 @@ SPIN_NS: Final = 200_000
 """Time for which a receiver polls before it sleeps: waking a sleeping core takes several times
 as long as going on. ``placer machine`` prints the latency of a hop."""
 BY_STRIDES: Final = "aten.as_strided.default"
+INTO_SLOT: Final = {
+    "aten.add.Tensor": "aten.add.out",
+    "aten.addmm.default": "aten.addmm.out",
+    "aten.bmm.default": "aten.bmm.out",
+    "aten.div.Tensor": "aten.div.out",
+    "aten.mm.default": "aten.mm.out",
+    "aten.mul.Tensor": "aten.mul.out",
+    "aten.sum.dim_IntList": "aten.sum.IntList_out",
+}
+"""Operators whose kernel writes into given memory, with the same bits. (Many other operators have
+an overload with ``out`` that makes a new tensor and copies it.)"""
 
 
 def operator(target: str) -> Callable[..., Any]:
@@ -110,7 +121,9 @@ class CompiledList:
             source.value: arena.value(source.value) for source in program.sources
         }
         self.made = [value for i in instructions for value in self._writes(i)]
-        self.results = [i.result for i in instructions if isinstance(i, Give)]
+        self.whole = program.whole_results()
+        self.in_slot = self._written_in_slots(instructions)
+        self.sent = {i.value for i in instructions if isinstance(i, Send)}
         dying = self._last_uses(instructions)
         self.steps = [self._step(i, values) for i, values in zip(instructions, dying, strict=True)]
 
@@ -119,11 +132,20 @@ class CompiledList:
         for value in self.made:
             self.table.pop(value, None)
 
-    def give(self) -> None:
-        """Copy this device's results to their shared tensors."""
-        for index in self.results:
-            result = self.arena.result(index)
-            result.copy_(self.table[self.program.results[index].value])
+    def _written_in_slots(self, instructions: Sequence[Instruction]) -> set[int]:
+        """Return the results that the op which makes them can write where they are wanted.
+
+        No other op may read them: a kernel that chooses its result's layout may choose another one
+        than it had when the step was traced, and reading that one gives other last bits.
+        """
+        given = {i.result for i in instructions if isinstance(i, Give)}
+        wanted = {root for index, root in self.whole.items() if index in given}
+        read = self.program.roots(v for call in self.program.op_calls for v in call.reads)
+        return {
+            call.outputs[0]
+            for call in self.program.op_calls
+            if call.target in INTO_SLOT and call.outputs[0] in wanted.difference(read)
+        }
 
     def _calls(self, instruction: Instruction) -> list[Call]:
         match instruction:
@@ -144,22 +166,21 @@ class CompiledList:
             return [instruction.value]
         reads = [value for call in self._calls(instruction) for value in call.reads]
         if isinstance(instruction, Give):
-            reads.append(self.program.results[instruction.result].value)
+            value = self.program.results[instruction.result].value
+            reads.append(self.whole.get(instruction.result, value))
         return reads
 
     def _last_uses(self, instructions: Sequence[Instruction]) -> list[list[int]]:
-        """Return the values that are dead after each instruction; results stay alive."""
+        """Return the values that are dead after each instruction."""
         made = set(self.made)
         last: dict[int, int] = {}
         for position, instruction in enumerate(instructions):
             for value in (*self._writes(instruction), *self._reads(instruction)):
                 if value in made:
                     last[value] = position
-        kept = {self.program.results[index].value for index in self.results}
         dying: list[list[int]] = [[] for _ in instructions]
         for value, position in last.items():
-            if value not in kept:
-                dying[position].append(value)
+            dying[position].append(value)
         return dying
 
     def _step(self, instruction: Instruction, dying: list[int]) -> Callable[[dict[int, Any]], None]:
@@ -172,6 +193,12 @@ class CompiledList:
             case Receive(value, source, number):
                 names |= {"slot": self.arena.value(value), "wait": self.signals.wait}
                 lines = [f"wait({source}, {number})", f"V[{value}] = slot"]
+            case Give(result):
+                root = self.whole.get(result)
+                if root not in self.in_slot and root not in self.sent:
+                    names["slot"] = self.arena.result(result)
+                    value = self.program.results[result].value if root is None else root
+                    lines.append(f"slot.copy_(V[{value}])")
         lines += [f"del V[{value}]" for value in dying]
         header = ", ".join(["V", *(f"{name}={name}" for name in names)])
         body = "\n ".join(lines) or "pass"
@@ -181,13 +208,18 @@ class CompiledList:
 
     def _source(self, call: Call, names: dict[str, Any]) -> str:
         target = f"f{len(names)}"
-        names[target] = operator(FREE_OF_LAYOUT.get(call.target, call.target))
+        in_slot = not self.in_slot.isdisjoint(call.made)
+        name = INTO_SLOT[call.target] if in_slot else FREE_OF_LAYOUT.get(call.target, call.target)
+        names[target] = operator(name)
         arguments = [self._argument(argument, names) for argument in call.args]
         if call.target == BY_STRIDES:
             names["laid_out"] = laid_out
             stride = self.program.values[call.reads[0]].stride
             arguments[0] = f"laid_out({arguments[0]}, {stride!r})"
         arguments += [f"{key}={self._argument(item, names)}" for key, item in call.kwargs.items()]
+        if in_slot:
+            names["slot"] = self.arena.value(call.made[0])
+            arguments.append("out=slot")
         text = f"{target}({', '.join(arguments)})"
         if not call.tuple_result:
             return f"V[{call.outputs[0]}] = {text}"

@@ -50,7 +50,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Return a result of the step, after the views that it needs."""
+    """Put a result of the step into its shared slot, after the views that it needs."""
 
     result: int
     views: tuple[int, ...] = ()
@@ -133,14 +133,35 @@ class _Lists:
         self.number: dict[tuple[int, int], int] = {}
         self.call_of_op = {call.op: i for i, call in enumerate(program.calls) if call.op != VIEW}
         self.wanted = self._destinations()
+        self.whole = program.whole_results()
+        self.early, self.late = self._results()
 
     def build(self, order: Sequence[int]) -> list[list[Instruction]]:
         for op in order:
             self._run(op)
-        for index, result in enumerate(self.program.results):
-            device = self._home(result.value)
-            self.lists[device].append(Give(index, tuple(self._bring(result.value, device))))
+        for index in self.late:
+            self._give(index)
         return self.lists
+
+    def _results(self) -> tuple[dict[int, list[int]], list[int]]:
+        """Return {tensor: results} to give when it was made, and those to give at the end.
+
+        Late are sources, and tensors that change after they were made.
+        """
+        written = set(self.program.roots(v for call in self.program.calls for v in call.writes))
+        early: defaultdict[int, list[int]] = defaultdict(list)
+        late: list[int] = []
+        for index, result in enumerate(self.program.results):
+            root = self.program.values[result.value].root
+            is_early = root in self.producer and root not in written
+            (early[root] if is_early else late).append(index)
+        return dict(early), late
+
+    def _give(self, index: int) -> None:
+        value = self.program.results[index].value
+        device = self._home(value)
+        views = () if index in self.whole else tuple(self._bring(value, device))
+        self.lists[device].append(Give(index, views))
 
     def _destinations(self) -> dict[int, tuple[int, ...]]:
         """Return {root value: devices other than its own that read it}."""
@@ -173,6 +194,9 @@ class _Lists:
                 for destination in destinations:
                     self.signals[device, destination] += 1
                     self.number[value, destination] = self.signals[device, destination]
+        for value in call.made:
+            for result in self.early.get(value, ()):
+                self._give(result)
 
     def _bring(self, value: int, device: int) -> list[int]:
         """Receive the root of a value if needed; return the view calls that then make it here."""

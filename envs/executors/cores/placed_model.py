@@ -122,7 +122,7 @@ class PlacedModel:
         state = self._share()
         self._keep_gradients(state)
         count_update(self._pool.arena)
-        self._pool.run(self._number, give=True)
+        self._pool.run(self._number)
         return self._take_results(state)
 
     def peak_memory_bytes(self) -> dict[str, int]:

@@ -116,12 +116,12 @@ class WorkerPool:
         del self._lists[number]
         self._call("unload", number=number)
 
-    def run(self, number: int, *, give: bool = False) -> StepRun:
-        """Run one step on all devices; with ``give`` its results are then in the arena."""
+    def run(self, number: int) -> StepRun:
+        """Run one step on all devices; its results are then in the arena."""
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED
         start_ns = time.perf_counter_ns() + LEAD_NS
-        message = ("run", {"number": number, "start_ns": start_ns, "give": give})
+        message = ("run", {"number": number, "start_ns": start_ns})
         answers: list[Stamps] = self._ask([message] * len(self._workers), number)
         clocks = [np.frombuffer(answer.clock_ns, np.int64) for answer in answers]
         lists = self._lists[number]

@@ -103,8 +103,8 @@ class Worker:
         """Drop a compiled list."""
         del self.lists[number]
 
-    def run(self, number: int, start_ns: int, *, give: bool) -> Stamps:
-        """Run a list from ``start_ns`` (monotonic clock) on; ``give`` copies the results out."""
+    def run(self, number: int, start_ns: int) -> Stamps:
+        """Run a list from ``start_ns`` (monotonic clock) on."""
         compiled = self.lists[number]
         table, board, clock = compiled.table, self.position, self.clock
         stamps = array("q", bytes(8 * (len(compiled.steps) + 1)))
@@ -118,8 +118,6 @@ class Worker:
             step(table)
             stamps[position + 1] = clock()
         end_ns = time.perf_counter_ns()
-        if give:
-            compiled.give()
         compiled.forget()
         return Stamps(start_ns, end_ns, stamps.tobytes())
 

@@ -71,9 +71,11 @@ def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> N
 
     plain = op_signatures(of(Calls(), 4, 4).program)
     assert len(set(plain)) == len(plain) == 7
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second = op_signatures(of(layers, 2, 4).program)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second, last = op_signatures(of(layers, 2, 4).program)
     assert first == second
+    assert last != first, "its output is a result of the step, which takes time to hand over"
+    assert len(set(op_signatures(of(layers, 2, 4).program, results=False))) == 1
     assert set(plain).isdisjoint(op_signatures(of(Calls(), 4, 5).program))
     doubled = extract(Workload.of(Calls(), torch.zeros(4, 4).double(), training=False))
     assert set(plain).isdisjoint(op_signatures(doubled.program))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -123,7 +124,28 @@ def test_a_view_is_made_once_on_each_device_that_needs_it() -> None:
         builder.op(view)
     lists = device_lists(builder.program(view), [0, 0, 0, 1, 1], range(5), 2)
     made = [[len(i.views) for i in own if isinstance(i, Run | Give)] for own in lists]
-    assert made == [[0, 1, 0, 0], [1, 0]]
+    assert made == [[0, 0, 1, 0], [1, 0]], "a result that is all of a tensor needs no view"
+
+
+def test_a_result_is_given_once_it_was_made_and_sent() -> None:
+    builder = Builder(sources=1)
+    (first,) = builder.op(0)
+    (second,) = builder.op(first)
+    builder.op(second)
+    program = builder.program(first, second, first, 0)
+    assert device_lists(program, [0, 1, 1], range(3), 2) == [
+        [Run(0), Send(first, (1,)), Give(0), Give(2), Give(3)],
+        [Receive(first, 0, 1), Run(1), Give(1), Run(2)],
+    ]
+
+
+def test_a_result_that_changes_after_it_was_made_is_given_at_the_end() -> None:
+    builder = Builder(sources=1)
+    (first,) = builder.op(0)
+    builder.op(first)
+    builder.calls[1] = replace(builder.calls[1], writes=(first,))
+    lists = device_lists(builder.program(first), [0, 0], range(2), 1)
+    assert lists == [[Run(0), Run(1), Give(0)]]
 
 
 def test_an_order_that_is_none_is_refused() -> None:
@@ -160,7 +182,8 @@ def test_every_op_runs_once_on_its_device_after_what_it_reads(placed: Placed) ->
                     assert value not in here
                     here.add(value)
                 case Give(result):
-                    assert program.results[result].value in here
+                    value = program.results[result].value
+                    assert program.whole_results().get(result, value) in here
 
 
 @settings(max_examples=200)

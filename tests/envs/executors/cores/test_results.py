@@ -1,0 +1,135 @@
+"""Results in shared memory: who writes them there, and that their bits are those of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from envs.costs.ops import profile_runs
+from envs.executors.cores.arena import load_example
+from envs.executors.cores.compiled_list import INTO_SLOT
+from envs.executors.cores.instruction_lists import Give, device_lists, single_list
+from envs.executors.cores.pool import StepRun, WorkerPool
+from envs.hardware.discover import discover
+from graphs.extract import Workload, extract
+from tests.helpers import tiny_models
+from tests.helpers.one_process import run
+from tests.helpers.placed_steps import CORES, two_cores
+from tests.helpers.tiny_models import assert_same, eager
+
+torch.set_num_threads(1)
+
+a, b = torch.randn(5, 300), torch.randn(300, 7)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "aten.add.Tensor": (a, a.flip(0)),
+    "aten.addmm.default": (torch.randn(7), a, b),
+    "aten.bmm.default": (a.expand(3, 5, 300), torch.randn(3, 7, 300).transpose(1, 2)),
+    "aten.div.Tensor": (a, 3.0),
+    "aten.mm.default": (a, torch.randn(7, 300).t()),
+    "aten.mul.Tensor": (a, torch.randn(5, 1)),
+    "aten.sum.dim_IntList": (torch.randn(300, 40).t(), [1], True),
+}
+
+
+@pytest.mark.parametrize("target", INTO_SLOT)
+def test_a_kernel_writes_the_same_bits_into_given_memory(target: str) -> None:
+    expected = attrgetter(target)(torch.ops)(*ARGUMENTS[target])
+    slot = torch.full_like(expected, torch.nan)
+    attrgetter(INTO_SLOT[target])(torch.ops)(*ARGUMENTS[target], out=slot)
+    assert torch.equal(slot, expected)
+
+
+def copies(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of all tensors that are copied to another one while ``work`` runs."""
+    shapes: list[tuple[int, ...]] = []
+    copy = Tensor.copy_
+
+    def recorded(self: Tensor, source: Tensor) -> Tensor:
+        shapes.append(tuple(source.shape))
+        return copy(self, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", recorded)
+        work()
+    return shapes
+
+
+def test_gradients_of_linear_layers_are_written_where_the_model_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+    step = Workload.of(model, (torch.randn(4, 6), torch.randn(4, 5)), tiny_models.squared)
+    extraction = extract(step)
+    lists = [single_list(extraction.program)]
+    shapes = copies(lambda: run(extraction, lists), monkeypatch)
+    loaded = [tuple(tensor.shape) for tensor in (*model.parameters(), *step.inputs)]
+    assert sorted(shapes) == sorted([*loaded, ()]), "of the results only the loss is copied"
+    assert_same(run(extraction, lists).gradients, eager(step).gradients)
+
+
+def test_a_result_that_was_sent_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x.exp()
+            return y, y.sin().cos()
+
+    extraction = extract(Workload.of(Model(), torch.randn(3, 2), training=False))
+    inputs = [(3, 2)]
+    lists = device_lists(extraction.program, [0, 1, 1], range(3), 2)
+    shapes = copies(lambda: run(extraction, lists), monkeypatch)
+    assert shapes == inputs + 2 * [(3, 2)], "exp is sent, cos is handed over"
+    assert_same(run(extraction, lists).output, extraction.step.model(*extraction.step.inputs))
+
+
+def test_equal_results_have_memory_of_their_own() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = x @ x
+            return y, y.t(), y[0]
+
+    extraction = extract(Workload.of(Model(), torch.randn(3, 3), training=False))
+    with WorkerPool(extraction.program, discover(f"core:{CORES[0]}").devices) as pool:
+        load_example(pool.arena, extraction.step)
+        pool.run(pool.load([single_list(extraction.program)]))
+        results = [pool.arena.result(i) for i in range(3)]
+        expected = extraction.step.model(*extraction.step.inputs)
+        assert_same([result.clone() for result in results], list(expected))
+        results[0].zero_()
+        assert_same([result.clone() for result in results[1:]], list(expected[1:]))
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_measured_step_hands_over_its_results() -> None:
+    step = tiny_models.STEPS["conv_net"]()
+    program = extract(step).program
+    devices = [op % 2 for op in range(program.op_count)]
+    with WorkerPool(program, two_cores().devices) as pool:
+        load_example(pool.arena, step)
+        pool.run(pool.load(device_lists(program, devices, range(program.op_count), 2)))
+        gradients = {
+            result.name: pool.arena.result(i).clone()
+            for i, result in enumerate(program.results)
+            if result.role == "gradient"
+        }
+    assert gradients
+    assert_same(gradients, eager(step).gradients)
+
+
+def test_the_cost_of_an_op_includes_handing_over_its_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every instruction takes one second here."""
+    extraction = extract(tiny_models.STEPS["conv_net"]())
+    instructions = single_list(extraction.program)
+    monkeypatch.setattr(WorkerPool, "run", lambda *_: StepRun(1.0, (np.ones(len(instructions)),)))
+    [cost_s] = profile_runs(extraction, discover(f"core:{CORES[0]}").devices, repeats=1)["core"]
+    given = sum(isinstance(instruction, Give) for instruction in instructions)
+    assert given > 0
+    assert cost_s.min() == 1.0
+    assert cost_s.sum() == extraction.program.op_count + given
