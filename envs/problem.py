@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from envs.compiled import compiled_inline
 from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
+from envs.hardware.host import HostThreads
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
 Bools = NDArray[np.bool_]
@@ -44,7 +45,8 @@ class Problem:
     ``second_queue[s, d]`` is -1 except on half-duplex "egress" links and links with ``ingress``:
     there a transfer occupies the sender's port (``queue``) and the receiver's port
     (``second_queue``) at the same time; with half duplex a device has one port for both directions.
-    ``connected[s, d]`` is False if no link joins s to d.
+    ``connected[s, d]`` is False if no link joins s to d. Costs include the launch, unless it
+    occupies a thread of ``hosts`` instead of the device.
     """
 
     graph: GraphArrays
@@ -60,6 +62,7 @@ class Problem:
     queue_by_priority: Bools  # (queue_count,)
     memory_bytes: Longs  # (D,)
     held_bytes: Longs  # (N,) on the op's device from its start to the end of the step
+    hosts: HostThreads | None = None  # None: a process drives each device
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -91,7 +94,13 @@ class Problem:
     @classmethod
     def of(cls, graph: GraphArrays, cluster: Cluster) -> Problem:
         """Build the problem of placing a graph on a cluster."""
-        allowed, cost_ns = _costs(graph, cluster)
+        hosts = HostThreads.of(
+            cluster.hosts,
+            cluster.names,
+            [device.kind for device in cluster.devices],
+            [device.launch_s for device in cluster.devices],
+        )
+        allowed, cost_ns = _costs(graph, cluster, hosts)
         links = _Links.of(cluster)
         return cls(
             graph=graph,
@@ -107,6 +116,7 @@ class Problem:
             queue_by_priority=frozen(np.array(links.by_priority, np.bool_)),
             memory_bytes=frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
             held_bytes=frozen(held_bytes_of(graph)),
+            hosts=hosts,
         )
 
     def cheapest_ns(self) -> Longs:
@@ -144,12 +154,13 @@ def transfer_ns(latency_s: float, size: int, bandwidth_bytes_per_s: float) -> in
     return int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
 
 
-def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[Bools, Longs]:
+def _costs(graph: GraphArrays, cluster: Cluster, hosts: HostThreads | None) -> tuple[Bools, Longs]:
     count = len(graph)
     allowed = np.ones((count, len(cluster)), np.bool_)
     cost_ns = np.zeros((count, len(cluster)), np.int64)
     for d, device in enumerate(cluster.devices):  # one device at a time, to save memory
-        cost_s = graph.costs_for(device.kind) + device.launch_s
+        on_device = hosts is None or hosts.synchronous[d]
+        cost_s = graph.costs_for(device.kind) + (device.launch_s if on_device else 0.0)
         allowed[:, d] = ~np.isnan(cost_s)
         cost_ns[:, d] = each_in_nanoseconds(np.minimum(np.nan_to_num(cost_s), LONGEST_S))
     for i, names in enumerate(graph.allowed):

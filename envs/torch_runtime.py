@@ -37,7 +37,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.reasons import overfull_reason
-from envs.simulator.schedule import Schedule, run_order
+from envs.simulator.schedule import Schedule, issue_order, run_order
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph, ModuleMap, gradient_makers, placeable
 from graphs.graph import GraphArrays
@@ -359,7 +359,10 @@ def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
 
     Ops are ordered by simulated start, ops on the CPU by simulated end: an op on the CPU blocks
     launches until it is done, so whatever accelerators do meanwhile must be launched before it.
+    With hosts the simulator has issued them in an order of its own.
     """
+    if schedule.issued is not None:
+        return issue_order(problem, schedule)
     on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
     launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
     return run_order(problem, launch_ns)

@@ -19,7 +19,7 @@ from envs.problem import Problem
 from envs.simulator import Simulated
 from envs.simulator.bounds import missing_link
 from envs.simulator.reasons import memory_shortfall
-from envs.simulator.schedule import repeats, run_order
+from envs.simulator.schedule import issue_order, repeats
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError, choose, overfull, worth_running
@@ -237,7 +237,7 @@ class _Optimization:
         problem, objective = simulated.problem, self.search.objective
         schedule = simulated.simulator.run(candidate.devices, candidate.priority, transfers=False)
         if self.runtime is None:
-            order = run_order(problem, schedule.start_ns)
+            order = issue_order(problem, schedule)
         else:
             order = self.runtime.order(problem, schedule)
         priority = np.empty(problem.op_count)

@@ -23,6 +23,10 @@
     ports = []                         # devices that share a port of this link, list by list
     ingress = false                    # true: a transfer needs its receiver's port, too
 
+    [[host]]                           # optional; see envs.hardware.host
+    devices = ["cuda:0", "cpu"]        # one thread issues their ops
+    overlap = false                    # true: copies run beside the ops
+
     [transfers]
     once_per_destination = true        # false: every edge is sent on its own
 
@@ -50,6 +54,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from envs.hardware.host import Host, check_hosts
 from envs.hardware.units import human_bytes
 from graphs.strict_json import array, fields, load_toml, number, text, whole, within
 from graphs.text import check_printable, html_table, suggestion
@@ -59,9 +64,9 @@ LinkOrder: TypeAlias = Literal["fifo", "priority"]
 SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
-_KEYS: Final = frozenset({"format", "name", "device", "link", "transfers"})
+_KEYS: Final = frozenset({"format", "name", "device", "link", "host", "transfers"})
 _TRANSFER_KEYS: Final = frozenset({"once_per_destination"})
-RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention"})
+RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention", "overlap"})
 """Keys that are only written where used: other readers of the format may not know them."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
 LONGEST_S: Final = 500.0
@@ -189,11 +194,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices and links; placements refer to devices by their index in ``devices``."""
+    """Devices, links and hosts; placements refer to devices by their index in ``devices``."""
 
     name: str
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
+    hosts: tuple[Host, ...] = ()  # none: a process drives each device
     once_per_destination: bool = True
 
     def __post_init__(self) -> None:
@@ -215,6 +221,7 @@ class Cluster:
                         f"cluster {self.name!r}: a link names device {name!r}; "
                         f"there are {', '.join(names)}"
                     )
+        check_hosts(self.name, self.hosts, names)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -260,11 +267,17 @@ class Cluster:
         )
 
     def part(self, devices: Iterable[int]) -> Cluster:
-        """Return the cluster of some devices (indices), in the same order, with their links."""
+        """Return the cluster of some devices (indices), in the same order, with links and hosts."""
         kept = [self.devices[d] for d in sorted(set(devices))]
         names = {device.name for device in kept}
         links = (link.among(names) for link in self.links)
-        return replace(self, devices=tuple(kept), links=tuple(filter(None, links)))
+        hosts = (host.among(names) for host in self.hosts)
+        return replace(
+            self,
+            devices=tuple(kept),
+            links=tuple(filter(None, links)),
+            hosts=tuple(filter(None, hosts)),
+        )
 
     def link_between(self, source: str, destination: str) -> Link | None:
         """Return the link from source to destination, or None."""
@@ -290,6 +303,7 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
         name=text(top.get("name", "cluster"), "name"),
         devices=tuple(Device(**values) for values in _records(Device, top, "device")),
         links=tuple(Link(**values) for values in _records(Link, top, "link")),
+        hosts=tuple(Host(**values) for values in _records(Host, top, "host")),
         once_per_destination=_typed(once, "bool", "transfers.once_per_destination"),
     )
 
@@ -297,7 +311,12 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
 def cluster_to_toml(cluster: Cluster) -> str:
     """Encode a cluster as a cluster file; :func:`load_cluster` reads it back unchanged."""
     lines = [f'format = "{FORMAT}"', f"name = {_toml(cluster.name)}"]
-    for table, items in (("device", cluster.devices), ("link", cluster.links)):
+    tables: tuple[tuple[str, tuple[Device | Link | Host, ...]], ...] = (
+        ("device", cluster.devices),
+        ("link", cluster.links),
+        ("host", cluster.hosts),
+    )
+    for table, items in tables:
         for item in items:
             lines += ["", f"[[{table}]]"]
             values = {f.name: getattr(item, f.name) for f in dataclass_fields(item)}
@@ -324,9 +343,9 @@ def _toml(value: object) -> str:
 
 
 def _records(
-    kind: type[Device] | type[Link], top: Mapping[str, Any], key: str
+    kind: type[Device] | type[Link] | type[Host], top: Mapping[str, Any], key: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of every device or link of a file, by name."""
+    """Yield the fields of every device, link or host of a file, by name."""
     types = {field.name: str(field.type) for field in dataclass_fields(kind)}
     required = [field.name for field in dataclass_fields(kind) if field.default is MISSING]
     for i, item in enumerate(array(top.get(key, []), key)):

@@ -32,7 +32,8 @@ def lower_bound_ns(problem: Problem) -> int:
     for every op, the time before it, its cost and the time after it. Before and after are each
     bounded by the longest path, with every op and its inputs each on the device that is best for
     this path (transfers count where no choice of devices avoids them at less cost), or by the work
-    of all ancestors or descendants. A ValueError says why no placement can run, see
+    of all ancestors or descendants. With hosts, launches count by the pace of their threads, see
+    :func:`thread_pace_ns`. A ValueError says why no placement can run, see
     :func:`missing_link`.
     """
     head, tail = paths = _paths(problem)
@@ -42,7 +43,29 @@ def lower_bound_ns(problem: Problem) -> int:
     if problem.op_count <= LARGEST_REACH:
         before, after = _work_around(problem, shares // total)
         head, tail = np.maximum(head, before), np.maximum(tail, after)
-    return max(_rounded_up(shares, total), int(_around(problem, head, tail).max()))
+    around = int(_around(problem, head, tail).max())
+    return max(_rounded_up(shares, total), around, thread_pace_ns(problem))
+
+
+def thread_pace_ns(problem: Problem) -> int:
+    """Return the nanoseconds that the busiest thread of a host takes at least to issue its ops.
+
+    The bound of :func:`pace_ns`, for threads instead of devices: an op occupies its thread for its
+    launch, or on a synchronous device until it ends. 0 without hosts.
+    """
+    hosts = problem.hosts
+    if hosts is None:
+        return 0
+    never = np.iinfo(np.int64).max
+    issuing_ns = np.where(hosts.synchronous, problem.cost_ns, hosts.launch_ns)
+    issuing_ns = np.where(problem.allowed, issuing_ns, never)
+    of_thread = [
+        issuing_ns[:, hosts.thread == thread].min(axis=1)
+        for thread in range(int(hosts.thread.max()) + 1)
+    ]
+    by_thread = np.column_stack(of_thread)
+    allowed = by_thread < never
+    return _rounded_up(*_shares(np.where(allowed, by_thread, 0), allowed))
 
 
 def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:

@@ -15,8 +15,8 @@ from envs.problem import HORIZON_NS, NO_QUEUE, Problem
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 
-Kind: TypeAlias = Literal["compute", "transfer", "link busy"]
-Reason: TypeAlias = Literal["start", "input", "transfer", "device busy", "link busy"]
+Kind: TypeAlias = Literal["compute", "transfer", "link busy", "host busy"]
+Reason: TypeAlias = Literal["start", "input", "transfer", "device busy", "link busy", "host busy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Holder:
 class Stretch:
     """One segment of the critical path: an op, a transfer of its output, or a wait for the link.
 
+    "host busy" is the time in which the thread of a host issues ops and copies before this one.
     ``after`` names what it had to wait for: the start of the step, an input made on the same
     device, a transfer, or a busy device or link. ``holder`` is what kept that busy: the previous op
     on the device, or the last transfer on the link during a wait for it.
@@ -62,7 +63,12 @@ def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
         device = int(schedule.devices[i])
         after: Reason = "start"
         holder = None
-        if cause >= 0 and schedule.devices[cause] != device:
+        if problem.hosts is not None and not sent.brings(cause, i):
+            since_ns = int(schedule.end_ns[cause]) if cause >= 0 else 0
+            waits = _host_busy(schedule, i, since_ns, "start" if cause < 0 else "device busy")
+            path += waits
+            after = "host busy" if waits else "start" if cause < 0 else "device busy"
+        elif cause >= 0 and schedule.devices[cause] != device:
             path += sent.stretches(cause, i)
             after = "transfer"
         elif cause >= 0 and cause in _inputs(problem, i):
@@ -84,6 +90,21 @@ def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
         )
         cause = i
     return path
+
+
+def _host_busy(schedule: Schedule, i: int, since_ns: int, after: Reason) -> list[Stretch]:
+    """Return the time until the thread of a host lets op i start, if there is any."""
+    device, start_ns = int(schedule.devices[i]), int(schedule.start_ns[i])
+    wait = Stretch(
+        kind="host busy",
+        op=i,
+        source=device,
+        destination=device,
+        start_ns=since_ns,
+        end_ns=start_ns,
+        after=after,
+    )
+    return [wait] if start_ns > since_ns else []
 
 
 def critical_path_to_list(problem: Problem, path: list[Stretch]) -> list[dict[str, Any]]:
@@ -123,28 +144,40 @@ class Sent:
         self.order = np.lexsort((np.tile(sent.start_ns, 2), ends))
         self.ends = ends[self.order]
 
+    def brings(self, producer: int, reader: int) -> bool:
+        """Return whether the reader started when the output of a producer elsewhere arrived."""
+        devices = self.schedule.devices
+        if producer < 0 or devices[producer] == devices[reader]:
+            return False
+        if producer not in _inputs(self.problem, reader):
+            return False
+        end_ns = self.schedule.transfers.end_ns[self._carrier(producer, reader)]
+        return bool(end_ns == self.schedule.start_ns[reader])
+
     def stretches(self, producer: int, reader: int) -> list[Stretch]:
-        """Return the wait for the link, if any, and the transfer of an output to its reader."""
+        """Return the wait for the link or host, if any, and the transfer to the reader."""
         sent = self.schedule.transfers
         k = self._carrier(producer, reader)
         request_ns, start_ns = int(sent.request_ns[k]), int(sent.start_ns[k])
         waits = start_ns > request_ns
+        busy: Literal["link busy", "host busy"]
+        busy = "link busy" if self.problem.hosts is None else "host busy"
         wait = Stretch(
-            kind="link busy",
+            kind=busy,
             op=producer,
             source=int(sent.source[k]),
             destination=int(sent.destination[k]),
             start_ns=request_ns,
             end_ns=start_ns,
             after="input",
-            holder=self._holder(k) if waits else None,
+            holder=self._holder(k) if waits and busy == "link busy" else None,
         )
         transfer = replace(
             wait,
             kind="transfer",
             start_ns=start_ns,
             end_ns=int(sent.end_ns[k]),
-            after="link busy" if waits else "input",
+            after=busy if waits else "input",
             holder=None,
         )
         return [wait, transfer] if waits else [transfer]
@@ -181,7 +214,7 @@ def _inputs(problem: Problem, i: int) -> list[int]:
     return inputs
 
 
-Waiting: TypeAlias = Literal["producer", "link busy", "transfer", "nothing left"]
+Waiting: TypeAlias = Literal["producer", "link busy", "host busy", "transfer", "nothing left"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +223,9 @@ class Idle:
 
     It waits for the output of ``producer`` on another device, which its next op, ``reader``, needs:
     until it is made ("producer"), until the transfer of ``holder`` leaves its link ("link busy"),
-    or while it is sent ("transfer"). After the last op of the device nothing is left; then there is
-    neither producer nor reader.
+    or while it is sent ("transfer"). With hosts it also waits until their thread issues the op or
+    the copy ("host busy"); there may be no producer. After the last op of the device nothing is
+    left; then there is neither producer nor reader.
     """
 
     device: int
@@ -227,6 +261,10 @@ def idle_times(problem: Problem, schedule: Schedule) -> list[Idle]:
 
 def _gap(schedule: Schedule, sent: Sent, reader: int, begin_ns: int) -> list[Idle]:
     """Split the gap before an op that started when a transfer ended, by what it waited for."""
+    if sent.problem.hosts is not None and not sent.brings(int(schedule.cause[reader]), reader):
+        here, start_ns = int(schedule.devices[reader]), int(schedule.start_ns[reader])
+        why: Waiting = "host busy"
+        return [Idle(device=here, start_ns=begin_ns, end_ns=start_ns, waiting=why, reader=reader)]
     while schedule.devices[schedule.cause[reader]] == schedule.devices[reader]:
         reader = int(schedule.cause[reader])  # skip ops that took no time
     producer = int(schedule.cause[reader])
@@ -234,7 +272,7 @@ def _gap(schedule: Schedule, sent: Sent, reader: int, begin_ns: int) -> list[Idl
     for part in sent.stretches(producer, reader):
         if not parts:
             parts.append(("producer", part.start_ns, None))
-        waiting: Waiting = "transfer" if part.kind == "transfer" else "link busy"
+        waiting: Waiting = "producer" if part.kind == "compute" else part.kind
         parts.append((waiting, part.end_ns, part.holder))
     gap: list[Idle] = []
     for waiting, end_ns, holder in parts:

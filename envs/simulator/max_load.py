@@ -70,7 +70,7 @@ def load_arrays(problem: Problem) -> LoadArrays:
     size = graph.resident_bytes + graph.output_bytes + graph.workspace_bytes
     pays = [device.kind != HOST_KIND for device in problem.cluster.devices]
     return LoadArrays(
-        cost_ns=problem.cost_ns.copy(),
+        cost_ns=_with_launches(problem),
         allowed=problem.allowed.copy(),
         size_bytes=size,
         successor_start=graph.successor_start.copy(),
@@ -82,6 +82,13 @@ def load_arrays(problem: Problem) -> LoadArrays:
         pays=np.array(pays, np.bool_),
         memory_bytes=problem.memory_bytes.copy(),
     )
+
+
+def _with_launches(problem: Problem) -> Longs:
+    """Return the costs of all ops with their launches, also those on the thread of a host."""
+    if problem.hosts is None:
+        return problem.cost_ns.copy()
+    return problem.cost_ns + np.where(problem.allowed, problem.hosts.launch_ns, 0)
 
 
 def loads_for(arrays: LoadArrays) -> Loads:

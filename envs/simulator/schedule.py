@@ -45,11 +45,13 @@ class Schedule:
     transfers: Transfers
     feasible: bool
     reason: str = ""
+    issued: NDArray[np.int32] | None = None  # (N,) with hosts: ops in the order of issue
 
     def critical_chain(self) -> list[int]:
         """Return ops from the start of the step to its end, each the cause of the next.
 
-        Between two of them there is no gap, or a transfer (and what it waited for).
+        Between two of them there is no gap, or a transfer (and what it waited for), or, with hosts,
+        the time that their thread took to issue ops and copies.
         """
         i = int(np.argmax(self.end_ns))
         chain = [i]
@@ -74,13 +76,23 @@ def repeats(problem: Problem, schedule: Schedule, priority: NDArray[np.float64])
     """Return whether priorities (N,) are certain to give the same schedule.
 
     They are if they order the ops of each device by start, no two of which are the same, and no
-    link serves transfers by priority.
+    link serves transfers by priority. With hosts they are if they give the order of issue.
     """
+    if schedule.issued is not None:
+        return bool((np.diff(priority[schedule.issued]) < 0).all())
     if any(link.order == "priority" for link in problem.cluster.links):
         return False
     order = np.lexsort((-priority, schedule.devices))
     device, start_ns = schedule.devices[order], schedule.start_ns[order]
     return bool(((np.diff(start_ns) > 0) | (np.diff(device) != 0)).all())
+
+
+def issue_order(problem: Problem, schedule: Schedule) -> list[int]:
+    """Return all ops as the threads of hosts issue them, without hosts by simulated start."""
+    if schedule.issued is None:
+        return run_order(problem, schedule.start_ns)
+    issued: list[int] = schedule.issued.tolist()
+    return issued
 
 
 def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:

@@ -143,6 +143,7 @@ class Simulator:
             transfers=self._transfers(where, end_ns, sent),
             feasible=not reason,
             reason=reason,
+            issued=self.work.issued.astype(np.int32) if self.problem.hosts is not None else None,
         )
 
     def _checked(self, devices: Ints, priority: Floats) -> tuple[Ints, Floats]:
@@ -175,7 +176,7 @@ class Simulated:
     """The simulated backend: deterministic, and the same on every machine.
 
     ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, its
-    transfers and waits for their links; they add up to the step.
+    transfers and waits for their links, or for the thread of a host; they add up to the step.
 
     A placement in m micro-batches is a step that runs the graph m times, see
     :mod:`envs.simulator.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and

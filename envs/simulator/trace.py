@@ -94,7 +94,8 @@ def memory_curves(problem: Problem, schedule: Schedule) -> list[list[tuple[int, 
     """Return (ns, bytes in use from then on) of every device, in order of time.
 
     The first entry is at 0. The largest value of a device is its ``schedule.peak_bytes`` if every
-    op takes time: the curve omits what comes and goes within one instant.
+    op takes time: the curve omits what comes and goes within one instant. With hosts
+    the peak follows the order of issue, and may differ.
     """
     change: list[dict[int, int]] = [defaultdict(int) for _ in range(problem.device_count)]
     resident = problem.graph.resident_bytes.tolist()

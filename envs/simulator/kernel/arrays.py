@@ -129,6 +129,17 @@ TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of 
     right="i4",
     pair="u4",  # its two devices
 )
+HOST_DEVICE: Final = _table(
+    launch_ns="i8",  # that an op occupies its thread
+    thread="u4",  # that issues the ops of this device
+    synchronous="?",  # an op occupies its thread until it ends
+    overlap="?",  # copies from here run beside the ops
+)
+HOST_STATE: Final = _table(  # by thread
+    clock_ns="i8",  # until then it is occupied
+    left_ns="i8",  # that ops still to be issued will occupy it
+    blocked_by="i4",  # op that it waited for last, or -1
+)
 
 
 @by_pointer
@@ -142,6 +153,8 @@ class ProblemArrays(NamedTuple):
     pairs: Table  # (D * D,) of PAIR, by source, then destination
     queues: Table  # (Q,) of QUEUE
     memory_bytes: Longs  # (D,)
+    hosts: Table  # (D,) of HOST_DEVICE
+    has_hosts: bool  # see envs.simulator.kernel.host
     once_per_destination: bool
     express: bool  # see envs.simulator.kernel.express, which keeps its own fields in a workspace
 
@@ -185,5 +198,7 @@ class Workspace(NamedTuple):
     ends: Longs  # express: (2 P,) the next end of every device, a tree like events
     ready_later: Longs  # express: (N + 1,) heap of when ops become ready
     received_bytes: Longs  # express: (N,) received for every op until it ends
+    hosts: Table  # (D,) of HOST_STATE
+    issued: Indices  # (N,) with hosts: ops in the order of issue
     rests: Longs  # (2,) see envs.simulator.kernel.step
     counts: Longs  # (COUNTS,)

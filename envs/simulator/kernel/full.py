@@ -260,7 +260,7 @@ def _end_op(
     set_event(work.events, int64(d), int64(NO_EVENT))
     touch_device(work, d)
     if memory != IGNORE_MEMORY:
-        _release_inputs(arrays, work, i, d)
+        release_inputs(arrays, work, i, d)
     begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
     count = len(devices)
     first_sent = work.counts[SENT]
@@ -313,7 +313,7 @@ def _end_op(
 
 
 @compiled_inline
-def _release_inputs(arrays: ProblemArrays, work: Workspace, i: int, d: int) -> None:
+def release_inputs(arrays: ProblemArrays, work: Workspace, i: int, d: int) -> None:
     """Free the workspace and the inputs of op i, which ran on d."""
     freed = arrays.ops[i].workspace_bytes
     for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):

@@ -2,6 +2,7 @@
 
 A step takes the express path (:mod:`envs.simulator.kernel.express`) where that is exact, else the
 full path (:mod:`envs.simulator.kernel.full`); their answers, starts and causes are the same.
+Clusters with hosts have rules of their own, see :mod:`envs.simulator.kernel.host`.
 
 Time advances from instant to instant. An instant is a number of rounds (more than one only where
 something takes no time): first everything that ends is handled, then every idle device picks its
@@ -45,6 +46,7 @@ from envs.simulator.kernel.arrays import (
 )
 from envs.simulator.kernel.express import GIVES_UP, express_core
 from envs.simulator.kernel.full import full_core
+from envs.simulator.kernel.host import host_core
 from envs.simulator.kernel.queues import clear_ready, make_ready
 
 
@@ -166,7 +168,9 @@ def simulate_core(
     if memory != RECORD_MEMORY and _fits_anyway(arrays, work):
         memory = IGNORE_MEMORY
     answer = GIVES_UP
-    if arrays.express and _takes_express(work, memory):
+    if arrays.has_hosts:
+        answer = host_core(arrays, work, devices, limit_ns, memory)
+    elif arrays.express and _takes_express(work, memory):
         follows_memory = memory != IGNORE_MEMORY
         answer = express_core(arrays, work, devices, limit_ns, follows_memory)
         if follows_memory:

@@ -15,6 +15,8 @@ from envs.simulator.kernel.arrays import (
     DEVICE_STATE,
     EDGE,
     FORBIDDEN,
+    HOST_DEVICE,
+    HOST_STATE,
     NO_EVENT,
     OP,
     OP_STATE,
@@ -52,6 +54,8 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         pairs=_pairs(problem),
         queues=_queues(problem),
         memory_bytes=problem.memory_bytes.copy(),
+        hosts=_hosts(problem),
+        has_hosts=problem.hosts is not None,
         once_per_destination=problem.cluster.once_per_destination,
         express=_may_express(problem),
     )
@@ -92,6 +96,8 @@ def workspace_for(problem: Problem) -> Workspace:
         ends=np.full(2 << (d - 1).bit_length(), NO_EVENT, np.int64),
         ready_later=np.full(n + 1, NO_EVENT, np.int64),
         received_bytes=np.zeros(n, np.int64),
+        hosts=np.zeros(d, HOST_STATE),
+        issued=np.zeros(n, np.uint32),
         rests=np.zeros(2, np.int64),
         counts=np.zeros(COUNTS, np.int64),
     )
@@ -186,6 +192,14 @@ def _queues(problem: Problem) -> Table:
     queues["ports"] = np.bincount(lines, minlength=problem.queue_count)
     queues["by_priority"] = problem.queue_by_priority
     return queues
+
+
+def _hosts(problem: Problem) -> Table:
+    hosts = np.zeros(problem.device_count, HOST_DEVICE)
+    if problem.hosts is not None:
+        for name in HOST_DEVICE.names or ():
+            hosts[name] = getattr(problem.hosts, name)
+    return hosts
 
 
 def _lines(problem: Problem) -> list[int]:

@@ -8,7 +8,7 @@ const AXIS = 26;
 const DEVICE_ROW = 34;
 const LINK_ROW = 20;
 const MOST_TRACKS = 24;
-const IDLE_STROKES = ["dots", "cross", "diagonal", null]; // by reason
+const IDLE_STROKES = ["dots", "cross", "diagonal", null, "dots"]; // by reason
 
 const barsOf = Array.from({ length: N }, () => []);
 bars.op.forEach((op, bar) => barsOf[op].push(bar));
@@ -149,6 +149,8 @@ function ganttLegend() {
     "link busy": "waits for a link",
     transfer: "waits for a transfer",
   };
+  const host = "host busy";
+  if (idle.why.includes(idle.whys.indexOf(host))) reasons[host] = "waits for the host thread";
   const found = Object.entries(reasons).map(([why, told]) =>
     el(
       "span",

@@ -140,12 +140,22 @@ function tellTransfer({ at: k }) {
 function tellIdle({ at: k }, row) {
   const who = deviceLabel(row.device);
   const [producer, holder] = [idle.producer[k], idle.holder[k]];
+  if (producer < 0 && idle.reader[k] >= 0)
+    return [who, " is idle: it waits until its host thread issues ", barButton(idle.reader[k])];
   if (producer < 0) return [who, " is idle: it has nothing left to do"];
   const from = deviceName(deviceOfBar(producer));
   const next = [", which ", barButton(idle.reader[k]), " reads"];
   switch (idle.whys[idle.why[k]]) {
     case "producer":
       return [who, ` is idle: it waits until ${from} has made `, barButton(producer), ...next];
+    case "host busy":
+      return [
+        who,
+        " is idle: it waits until its host thread copies ",
+        barButton(producer),
+        ` of ${from}`,
+        ...next,
+      ];
     case "link busy":
       return [
         who,

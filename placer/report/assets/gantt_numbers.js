@@ -17,6 +17,7 @@ const busyOf = (device) =>
 const withShare = (ns) => (ns ? `${nanoseconds(ns)} (${share(ns, STEP)})` : "–");
 
 function idleColumns() {
+  const onHost = idle.why.includes(idle.whys.indexOf("host busy"));
   return [
     ["device", (d) => deviceLabel(d)],
     ["ops", (d) => count(ops.device.filter((of) => of === d).length), true],
@@ -24,6 +25,7 @@ function idleColumns() {
     ["waits for an op elsewhere", (d) => withShare(idleOf(d, "producer")), true],
     ["waits for a link", (d) => withShare(idleOf(d, "link busy")), true],
     ["waits for a transfer", (d) => withShare(idleOf(d, "transfer")), true],
+    ...(onHost ? [["waits for its host", (d) => withShare(idleOf(d, "host busy")), true]] : []),
     ["nothing left", (d) => withShare(idleOf(d, "nothing left")), true],
   ];
 }
@@ -42,6 +44,7 @@ function idleSentence() {
     producer: "waits for ops on other devices",
     "link busy": "waits until links are free",
     transfer: "waits for transfers",
+    "host busy": "waits for its host thread",
     "nothing left": "has nothing left to do",
   }[why];
   return `${deviceName(least)} is the least busy of those in use, ${share(busy[least], STEP)} of the time; for most of the rest, ${withShare(ns)}, it ${told}.`;
@@ -59,6 +62,7 @@ function criticalSummary() {
     `${plural(number, "op")} ${number === 1 ? "takes" : "take"} ${withShare(lasts("compute"))}`,
   ];
   if (lasts("transfer")) parts.push(`transfers ${withShare(lasts("transfer"))}`);
+  if (lasts("host busy")) parts.push(`the host thread ${withShare(lasts("host busy"))}`);
   if (lasts("link busy")) parts.push(`waiting for links ${withShare(lasts("link busy"))}`);
   return el(
     "p",

@@ -16,8 +16,8 @@ from envs.simulator.trace import link_tracks, memory_curves
 
 MOST_POINTS: Final = 8_000
 """Points of all memory curves together: more would be invisible and enlarge the file."""
-WAITINGS: Final = ("producer", "link busy", "transfer", "nothing left")
-STRETCHES: Final = ("compute", "link busy", "transfer")
+WAITINGS: Final = ("producer", "link busy", "transfer", "nothing left", "host busy")
+STRETCHES: Final = ("compute", "link busy", "transfer", "host busy")
 
 
 def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from envs.hardware.cluster import (
     cluster_to_toml,
     load_cluster,
 )
+from envs.hardware.host import Host
 from envs.problem import NO_QUEUE, Problem
 from graphs.graph import GraphArrays, add_op, new_graph
 from tests.helpers.simulator_cases import random_case, run
@@ -72,11 +73,16 @@ def clusters(draw: st.DrawFn) -> Cluster:
             ingress=sharing == "egress" and full_duplex and draw(st.booleans()),
         )
 
+    unnamed = [name for name in names if not name.startswith("core:")]
+    cut = draw(st.integers(0, len(unnamed)))
+    parts = (tuple(unnamed[:cut]), tuple(unnamed[cut:]))
+    hosts = tuple(Host(devices=part, overlap=draw(st.booleans())) for part in parts if part)
     links = [link() for _ in range(draw(st.integers(0, 3) if len(names) > 1 else st.just(0)))]
     return Cluster(
         name=draw(TEXT),
         devices=devices,
         links=tuple(links),
+        hosts=hosts if draw(st.booleans()) else (),
         once_per_destination=draw(st.booleans()),
     )
 
@@ -94,6 +100,33 @@ def pair(**changes: Any) -> dict[str, Any]:
     """Return a valid file of two cores and a link, with changed top-level keys."""
     devices = [device(), device(name="core:1")]
     return {"format": FORMAT, "name": "pair", "device": devices, "link": [link()]} | changes
+
+
+def gpus(hosts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a valid file of a GPU and the CPU, with hosts."""
+    devices = [device(name="cuda:0", kind="cuda"), device(name="cpu", kind="cpu*16")]
+    return {"format": FORMAT, "name": "gpus", "device": devices, "host": hosts}
+
+
+def test_hosts_keep_the_devices_of_a_part_of_their_cluster() -> None:
+    cluster = cluster_from_dict(gpus([{"devices": ["cuda:0"]}, {"devices": ["cpu"]}]))
+    assert cluster.hosts == (Host(devices=("cuda:0",)), Host(devices=("cpu",)))
+    assert cluster.part([1]).hosts == (Host(devices=("cpu",)),)
+    assert "overlap" not in cluster_to_toml(cluster)
+
+
+def test_an_op_occupies_the_thread_for_its_launch_or_on_the_cpu_for_its_cost() -> None:
+    graph = new_graph("one op")
+    add_op(graph, "a", cost_s={"*": 1e-3})
+    launched = [device(launch_s=1e-5, name=name, kind=kind, memory_bytes=0) for name, kind in
+                (("cuda:0", "cuda"), ("n1:cpu", "cpu*16"), ("cuda:1", "cuda"))]  # fmt: skip
+    content = gpus([{"devices": ["cuda:0", "n1:cpu"]}]) | {"device": launched}
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster_from_dict(content))
+    assert problem.hosts is not None
+    assert problem.hosts.thread.tolist() == [0, 0, 1]
+    assert problem.hosts.launch_ns.tolist() == [10_000, 0, 0]
+    assert problem.hosts.synchronous.tolist() == [False, True, True]
+    assert problem.cost_ns.tolist() == [[1_000_000, 1_010_000, 1_010_000]]
 
 
 def test_optional_keys_have_defaults() -> None:
@@ -189,6 +222,15 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
         (pair(link=[link(ports=[["core:0", "core:1"]])]), "all devices share one port"),
         (pair(link=[link(ingress=1)]), r"link\[0\]\.ingress is 1, not true or false"),
         (pair(link=[link(ingress=True, full_duplex=False)]), "ingress is for full-duplex links"),
+        (gpus([{"devices": ["cuda:0", "cuda:2"]}]), "names device 'cuda:2'; there are cuda:0, cpu"),
+        (gpus([{"devices": ["cpu", "cpu"]}]), "hosts name device 'cpu' 2 times"),
+        (gpus([{"devices": ["cpu"]}, {"devices": ["cpu"]}]), "hosts name device 'cpu' 2 times"),
+        (gpus([{"devices": []}]), "a host names no devices"),
+        (gpus([{"device": ["cpu"]}]), r"unknown key host\[0\]\.device; did you mean devices"),
+        (gpus([{"devices": "cpu"}]), r"host\[0\]\.devices is 'cpu', not a list"),
+        (gpus([{"devices": ["cpu"], "overlap": 1}]), r"host\[0\]\.overlap is 1, not true or false"),
+        (gpus([{}]), r"host\[0\].*devices"),
+        (pair(host=[{"devices": ["core:0"]}]), "a core has a worker process of its own"),
         (pair(transfers={"once": True}), r"unknown key transfers\.once"),
         (pair(transfers={"once_per_destination": 1}), r"transfers\.once_per_destination is 1, not"),
     ],

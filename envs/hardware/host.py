@@ -1,0 +1,106 @@
+"""Hosts: which devices share the thread that issues their ops, and what occupies it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.text import suggestion
+
+_CORE: Final = re.compile(r"(^|:)core:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One thread that issues the ops of the devices it names, one after the other.
+
+    With ``overlap``, copies from these devices run beside their ops; otherwise in line with them.
+    """
+
+    devices: tuple[str, ...]
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError("a host names no devices; list those that its thread issues ops for")
+
+    def among(self, names: set[str]) -> Host | None:
+        """Return the host of those of its devices that are named, None if there are none."""
+        kept = tuple(name for name in self.devices if name in names)
+        return Host(devices=kept, overlap=self.overlap) if kept else None
+
+
+def check_hosts(cluster: str, hosts: Sequence[Host], names: Sequence[str]) -> None:
+    """Raise ValueError for a host with unknown devices, cores, or devices of another host."""
+    named = Counter(name for host in hosts for name in host.devices)
+    for name, count in named.items():
+        if name not in names:
+            raise ValueError(
+                f"cluster {cluster!r}: a host names device {name!r}; "
+                f"there are {', '.join(names)}{suggestion(name, names)}"
+            )
+        if count > 1:
+            raise ValueError(
+                f"cluster {cluster!r}: hosts name device {name!r} {count} times; "
+                "one thread issues its ops, so name it once"
+            )
+        if _CORE.search(name):
+            raise ValueError(
+                f"cluster {cluster!r}: a host names {name!r}, but a core has a worker process of "
+                "its own that issues its ops; leave cores out of [[host]]"
+            )
+
+
+def is_synchronous(name: str, kind: str) -> bool:
+    """Return whether an op occupies the thread that issues it: a device named or of kind "cpu".
+
+    Kinds count up to ``:`` or ``*``.
+
+    >>> is_synchronous("n1:cpu", "cpu*16"), is_synchronous("cuda:0", "cuda:NVIDIA H200")
+    (True, False)
+    """
+    return "cpu" in (name, re.split("[:*]", kind)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostThreads:
+    """The threads that issue the ops of D devices; a device that no host names has its own."""
+
+    thread: NDArray[np.int32]  # (D,) of every device
+    launch_ns: NDArray[np.int64]  # (D,) that an op occupies its thread; 0 on synchronous devices
+    synchronous: NDArray[np.bool_]  # (D,) an op occupies its thread until it ends
+    overlap: NDArray[np.bool_]  # (D,) copies from the device run beside its ops
+
+    @classmethod
+    def of(
+        cls,
+        hosts: Sequence[Host],
+        names: Sequence[str],
+        kinds: Sequence[str],
+        launch_s: Sequence[float],
+    ) -> HostThreads | None:
+        """Return the threads of devices, given by name, kind and launch; None without hosts."""
+        if not hosts:
+            return None
+        number = {name: k for k, host in enumerate(hosts) for name in host.devices}
+        launched = [
+            name in number and not is_synchronous(name, kind)
+            for name, kind in zip(names, kinds, strict=True)
+        ]
+        for name in names:
+            number.setdefault(name, len(number) + len(hosts))
+        threads = [number[name] for name in names]
+        overlapping = {name for host in hosts if host.overlap for name in host.devices}
+        launch_ns = np.rint(np.array(launch_s) * 1e9)
+        return cls(
+            thread=np.unique(threads, return_inverse=True)[1].astype(np.int32),
+            launch_ns=np.where(launched, launch_ns, 0).astype(np.int64),
+            synchronous=~np.array(launched),
+            overlap=np.array([name in overlapping for name in names]),
+        )

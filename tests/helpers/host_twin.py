@@ -1,0 +1,142 @@
+"""Specification of the simulator for clusters with hosts, plain and slow, from graph and cluster.
+
+One list of ops in the order of issue decides everything; ``twin_host_step`` goes through it once.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from envs.hardware.cluster import Cluster
+from graphs.graph import ANY_KIND
+from tests.helpers.simulator_twin import (
+    Sending,
+    Step,
+    _held_bytes,
+    _link,
+    _may_run,
+    _ports,
+    _resident_bytes,
+    _sendings,
+    _transfer_ns,
+)
+
+
+def is_cpu(cluster: Cluster, d: int) -> bool:
+    device = cluster.devices[d]
+    return device.name == "cpu" or device.kind.split("*")[0].split(":")[0] == "cpu"
+
+
+def twin_issue_order(graph: nx.DiGraph[str], priority: list[float]) -> list[int]:
+    ids = list(graph)
+    order: list[int] = []
+    while len(order) < len(ids):
+        ready = [
+            i for i, op in enumerate(ids)
+            if i not in order and all(ids.index(u) in order for u in graph.predecessors(op))
+        ]  # fmt: skip
+        order.append(min(ready, key=lambda i: (-priority[i], i)))
+    return order
+
+
+def twin_host_step(
+    graph: nx.DiGraph[str], cluster: Cluster, devices: list[int], priority: list[float]
+) -> Step:
+    ids = list(graph)
+    nodes = [graph.nodes[op] for op in ids]
+    index = {op: i for i, op in enumerate(ids)}
+    consumers = [sorted(index[v] for v in graph.successors(op)) for op in ids]
+    producers = [sorted(index[u] for u in graph.predecessors(op)) for op in ids]
+    names = [device.name for device in cluster.devices]
+    edge_number = {
+        pair: k for k, pair in enumerate((u, v) for u in index.values() for v in consumers[u])
+    }
+    if any(not _may_run(graph, cluster, op, devices[index[op]]) for op in ids):
+        return Step(blocked=True)
+    for u, v in edge_number:
+        if devices[u] != devices[v] and _link(cluster, names, devices[u], devices[v]) is None:
+            return Step(blocked=True)
+
+    thread: dict[int, object] = {d: ("alone", d) for d in range(len(names))}
+    overlaps = dict.fromkeys(range(len(names)), False)
+    for host in cluster.hosts:
+        for name in host.devices:
+            thread[names.index(name)] = host
+            overlaps[names.index(name)] = host.overlap
+    named = {name for host in cluster.hosts for name in host.devices}
+    waits = [names[d] not in named or is_cpu(cluster, d) for d in range(len(names))]
+
+    step = Step()
+    used = [sum(_resident_bytes(n) for n, d in zip(nodes, devices, strict=True) if d == k)
+            for k in range(len(names))]  # fmt: skip
+    step.peak_bytes = list(used)
+    clock: dict[object, int] = dict.fromkeys(thread.values(), 0)
+    free = [0] * len(names)
+    port_free: dict[object, int] = {}
+    carrier: dict[tuple[int, int], Sending] = {}
+    output_users: list[set[object]] = [set() for _ in ids]
+    copy_users: dict[int, set[int]] = {}
+
+    def allocate(d: int, size: int) -> None:
+        used[d] += size
+        step.peak_bytes[d] = max(step.peak_bytes[d], used[d])
+
+    def drop(u: int, user: object) -> None:
+        output_users[u].discard(user)
+        if not output_users[u]:
+            used[devices[u]] -= nodes[u]["output_bytes"]
+
+    def send(s: Sending, now: int) -> None:
+        ports = _ports(cluster, names, s)
+        s.request_ns = step.end_ns[s.producer]
+        s.start_ns = max([now, *(port_free.get(port, 0) for port in ports)])
+        s.end_ns = s.start_ns + _transfer_ns(cluster, names, s)
+        port_free.update(dict.fromkeys(ports, s.end_ns))
+        step.sendings.append(s)
+        allocate(s.destination, s.size)
+        drop(s.producer, id(s))
+
+    for i in twin_issue_order(graph, priority):
+        d = devices[i]
+        arrivals = [0]
+        for u in producers[i]:
+            if devices[u] == d:
+                continue
+            s = carrier[u, i]
+            if s.start_ns < 0:  # a copy in line
+                send(s, max(clock[thread[d]], free[s.source], free[d]))
+                free[s.source] = free[d] = s.end_ns
+                if waits[s.source] or waits[d]:
+                    clock[thread[d]] = s.end_ns
+            arrivals.append(s.end_ns)
+        launch_s = cluster.devices[d].launch_s
+        if not waits[d]:
+            clock[thread[d]] += round(launch_s * 1e9)
+        step.start_ns[i] = max(clock[thread[d]], free[d], *arrivals)
+        costs, kind = nodes[i]["cost_s"], cluster.devices[d].kind
+        cost_s = costs.get(kind, costs.get(ANY_KIND))
+        cost_ns = round(float(cost_s + (launch_s if waits[d] else 0.0)) * 1e9)
+        free[d] = step.end_ns[i] = step.start_ns[i] + cost_ns
+        if waits[d]:
+            clock[thread[d]] = free[d]
+        allocate(
+            d, nodes[i]["output_bytes"] + nodes[i]["workspace_bytes"] + _held_bytes(graph, ids[i])
+        )
+        used[d] -= nodes[i]["workspace_bytes"]
+        for u in producers[i]:
+            if devices[u] == d:
+                drop(u, i)
+            else:
+                s = carrier[u, i]
+                copy_users[id(s)].discard(i)
+                if not copy_users[id(s)]:
+                    used[d] -= s.size
+        sendings = _sendings(graph, cluster, ids, i, consumers[i], devices, edge_number)
+        output_users[i] = {v for v in consumers[i] if devices[v] == d} | {id(s) for s in sendings}
+        for s in sendings:
+            copy_users[id(s)] = set(s.consumers)
+            carrier.update({(i, v): s for v in s.consumers})
+        for s in sendings if overlaps[d] else ():
+            send(s, step.end_ns[i])
+    step.step_ns = max(step.end_ns.values(), default=0)
+    return step
