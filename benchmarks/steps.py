@@ -57,7 +57,7 @@ class Steps:
     def of(cls, model: str, found: Result) -> Steps:
         """Return the numbers of an optimization that ran its candidates."""
         ran = [row for row in found.candidates if row.measurement is not None and row.can_run]
-        unplaced, single = found.all_cores, found.single
+        unplaced, single = found.unplaced, found.single
         return cls(
             model=model,
             ops=len(found.problem.graph),
@@ -67,7 +67,7 @@ class Steps:
             single_wall_s=_wall_s(single),
             best_wall_s=_wall_s(found.best),
             speed_up=found.speedup,
-            unplaced_s=unplaced.median_s if unplaced is not None and unplaced.ok else None,
+            unplaced_s=None if unplaced is None or unplaced.failure else _wall_s(unplaced),
             predicted_over_measured={row.name: row.predicted_s / found.step_s(row) for row in ran},
         )
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
+
+import torch
+from torch.utils._pytree import tree_map
 
 from envs.backend import ProgressCallback
 from envs.costs.cached_costs import OpCosts, first_of_kinds
@@ -24,13 +28,21 @@ from envs.executors.cores.instruction_lists import (
     cpu_clock_s,
     device_lists,
     priority_order,
-    single_list,
 )
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import WorkerPool
+from envs.executors.unplaced import UnplacedModel, with_threads
 from envs.hardware.cluster import Cluster, Device
-from envs.hardware.discover import core_set, cores_of, is_local_core_set, kind_of, present
-from envs.measured import DevicesLostError, Failure, Measured, TimedStep
+from envs.hardware.discover import (
+    core_set,
+    cores_of,
+    is_local_core_set,
+    kind_of,
+    pinned,
+    present,
+)
+from envs.hardware.torch_devices import is_out_of_memory
+from envs.measured import DevicesLostError, Failure, LoadedStep, Measured, TimedStep
 from envs.measurement import MemoryExcess
 from envs.placement import Placement
 from envs.problem import Problem
@@ -39,6 +51,7 @@ from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
 from graphs.extract.placeable import gradient_makers
 from graphs.graph import GraphArrays
+from graphs.workload import step_copy
 
 MEASURED_S: Final = 1.5
 FEWEST_ROUNDS: Final = 7
@@ -108,10 +121,17 @@ class CoreRuntime:
         rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
         return Measured(executor, rounds=rounds, warm_up=WARM_UP_ROUNDS)
 
-    def apply(self, placement: Placement) -> PlacedModel:
+    def unplaced(self, cluster: Cluster) -> Cluster | None:
+        """Return the set of all cores as the one device of a cluster."""
+        device = unplaced_device(cluster.devices) if len(cluster) > 1 else None
+        return None if device is None else alone(device)
+
+    def apply(self, placement: Placement) -> PlacedModel | UnplacedModel:
         """Return the placed model; its workers run until it is closed."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
+        if runs_unplaced(fitting):
+            return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
 
@@ -145,11 +165,15 @@ class CoreExecutor:
         self.limits = memory_bytes if limits is None else dict(limits)
         self.latency_s = latency_s
         self.step_timeout_s = step_timeout_s
+        device = unplaced_device(problem.cluster.devices)
+        self.unplaced = None if device is None else alone(device)
         self._simulator = Simulator(problem)
         self._pool = self._new_pool()
 
-    def load(self, placement: Placement) -> _PlacedStep:
+    def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
+        if runs_unplaced(placement):
+            return self._load_unplaced(placement.device_names[0])
         schedule = self._simulator.run(*placement.arrays())
         lists = device_lists(
             self.extraction.program,
@@ -159,12 +183,11 @@ class CoreExecutor:
         )
         return _PlacedStep(self, lists)
 
-    def unplaced(self) -> UnplacedStep | None:
-        """Return the step on all cores; None if there is only one device."""
-        if self.problem.device_count < 2:
-            return None
-        cluster, timeout_s = self.problem.cluster, self.step_timeout_s
-        return UnplacedStep(self.extraction, cluster, step_timeout_s=timeout_s)
+    def _load_unplaced(self, device: str) -> LoadedStep | Failure:
+        try:
+            return _UnplacedStep(self.extraction, cores_of(device))
+        except Exception as error:  # noqa: BLE001  # as the model's own code raises it
+            return Failure(reason=f"the model cannot be copied: {error}")
 
     def pool(self) -> WorkerPool:
         """Return the workers; new ones if the last placement ended them."""
@@ -243,40 +266,64 @@ class _PlacedStep:
         )
 
 
-class UnplacedStep:
-    """A step without placement, run by torch's threads on the cores of all devices.
+class _UnplacedStep:
+    """The step of the unplaced model, run in this process on a copy of it.
 
     Torch's threads have no common CPU clock, so its CPU-clock time is its wall time.
     """
 
-    def __init__(self, extraction: Extraction, cluster: Cluster, *, step_timeout_s: float) -> None:
-        self.extraction = extraction
-        self.step_timeout_s = step_timeout_s
-        cores = [core for name in cluster.names for core in cores_of(name)]
-        self.device = Device(
-            name=core_set(cores),
-            kind=kind_of(len(cores)),
-            memory_bytes=sum(device.memory_bytes for device in cluster.devices),
-        )
-        self._pool: WorkerPool | None = None
-        self._number = 0
+    def __init__(self, extraction: Extraction, cores: Sequence[int]) -> None:
+        step = step_copy(extraction.step)
+        self._model = UnplacedModel(replace(extraction, step=step), len(cores))
+        if step.optimizer is not None:
+            self._model.learning_rate = 0.0
+        self._step, self._cores = step, cores
 
     def run(self) -> TimedStep | Failure:
-        """Run the step once; its worker starts with the first run."""
+        """Run the step once; twice where it is short, like placed ones."""
         try:
-            if self._pool is None:
-                self._pool = _pool_with_example(self.extraction, [self.device], self.step_timeout_s)
-                self._number = self._pool.load([single_list(self.extraction.program)])
-            run = self._pool.run(self._number)
-        except (WorkerError, OSError) as error:
-            return Failure(reason=str(error))
+            with torch.random.fork_rng([]), pinned(self._cores), with_threads(len(self._cores)):
+                wall_s = self._step_s()
+                if wall_s < SHORT_STEP_S:
+                    wall_s = self._step_s()
+        except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
+            return Failure(reason=f"torch cannot run it: {error}", overfull=is_out_of_memory(error))
         time.sleep(SETTLE_S)
-        return TimedStep(wall_s=run.wall_s)
+        return TimedStep(wall_s=wall_s)
+
+    def _step_s(self) -> float:
+        # copied, since a model may modify the containers that it gets
+        inputs, keywords = tree_map(
+            lambda leaf: leaf, (self._step.step_inputs, dict(self._step.keywords))
+        )
+        self._model.zero_grad(set_to_none=True)
+        start = time.perf_counter()
+        self._model.step(*inputs, **keywords)
+        return time.perf_counter() - start
 
     def close(self) -> None:
-        """End the worker."""
-        if self._pool is not None:
-            self._pool.close()
+        """Do nothing: the copy goes with this object."""
+
+
+def unplaced_device(devices: Sequence[Device]) -> Device | None:
+    """Return the device of the unplaced model: all cores of some core sets; None for one core."""
+    if not all(is_local_core_set(device.name) for device in devices):
+        return None
+    cores = sorted({core for device in devices for core in cores_of(device.name)})
+    if len(cores) < 2:
+        return None
+    memory_bytes = sum(device.memory_bytes for device in devices)
+    return Device(name=core_set(cores), kind=kind_of(len(cores)), memory_bytes=memory_bytes)
+
+
+def alone(device: Device) -> Cluster:
+    """Return the cluster of one device of this machine."""
+    return Cluster(name=f"this-machine:{device.name}", devices=(device,))
+
+
+def runs_unplaced(placement: Placement) -> bool:
+    """Return whether a placement leaves the model unplaced: its one device has several cores."""
+    return len(placement.device_names) == 1 and len(cores_of(placement.device_names[0])) > 1
 
 
 def _pool_with_example(

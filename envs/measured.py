@@ -10,7 +10,7 @@ time is more accurate. How a step is run is up to an :class:`Executor`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from envs.backend import ProgressCallback, StepResult
+from envs.hardware.cluster import Cluster
 from envs.measurement import Measurement, MemoryExcess, contended
 from envs.placement import Placement
 from envs.problem import Problem
@@ -63,16 +64,16 @@ class LoadedStep(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the placed steps of one problem on its devices."""
+    """Runs the placed steps of one problem on its devices.
+
+    Placements on the one device of ``unplaced`` leave the model unplaced; None if there is none.
+    """
 
     problem: Problem
+    unplaced: Cluster | None
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed, or why it cannot be run."""
-        ...
-
-    def unplaced(self) -> LoadedStep | None:
-        """Return the step without placement; None where it is the placement on one device."""
         ...
 
     def close(self) -> None:
@@ -132,37 +133,26 @@ class Measured:
         return [
             StepResult.of_measurement(
                 measurement,
-                simulated_peaks(self._simulator, placement) if measurement.ok else {},
+                self._simulated_peaks(placement) if measurement.ok else {},
                 contended=is_contended,
             )
             for placement, measurement in zip(placements, measurements, strict=True)
         ]
 
-    def evaluate_with_unplaced(
-        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
-    ) -> tuple[list[StepResult], Measurement | None]:
-        """Run placements in turn, and after them the unplaced step, where the executor has one.
+    def _simulated_peaks(self, placement: Placement) -> dict[str, int]:
+        if placement.device_names != self.problem.cluster.names:
+            return {}
+        return simulated_peaks(self._simulator, placement)
 
-        Its threads would disturb the next run, so it comes last. It can fail like a placement.
-        """
-        step = self.executor.unplaced()
-        runs_before = (self.warm_up + self.rounds) * len(placements)
-        total = runs_before + (self.warm_up + self.rounds) * (step is not None)
-
-        def report(done: int, before: int) -> None:
-            if progress is not None:
-                progress(before + done, total)
-
-        results = self.evaluate(placements, lambda done, _: report(done, 0))
-        if step is None or self.interrupted:
-            return results, None
-        with closing(step):
-            [runs] = self._run_rounds([step], lambda done, _: report(done, runs_before))
-        return results, runs.measurement(self.rounds)
+    def _cluster_of(self, placement: Placement) -> Cluster:
+        unplaced = self.executor.unplaced
+        if unplaced is not None and placement.device_names == unplaced.names:
+            return unplaced
+        return self.problem.cluster
 
     def _loaded(self, placement: Placement) -> LoadedStep | Failure:
         try:
-            placement.check(self.problem.graph, self.problem.cluster)
+            placement.check(self.problem.graph, self._cluster_of(placement))
         except ValueError as error:
             return Failure(reason=str(error))
         if placement.micro_batches != 1:

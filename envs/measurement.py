@@ -103,8 +103,11 @@ class Measurement:
 
 
 def contended(measurements: Sequence[Measurement]) -> bool:
-    """Return whether other processes used the cores during these measurements."""
-    ratios = [m.contention for m in measurements if m.ok]
+    """Return whether other processes used the cores during these measurements.
+
+    Only those with CPU-clock times can tell.
+    """
+    ratios = [m.contention for m in measurements if m.has_cpu_clock]
     return bool(ratios) and float(np.median(ratios)) > CONTENDED
 
 

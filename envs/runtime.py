@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from envs.executors.cores.placed_model import PlacedModel
     from envs.executors.hooks.hooked_module import HookedModule
     from envs.executors.torch.placed_module import PlacedModule
+    from envs.executors.unplaced import UnplacedModel
     from envs.measured import Measured
     from envs.simulator.schedule import Schedule
     from graphs.extract import Extraction
@@ -79,7 +80,16 @@ class Runtime(Protocol):
         """
         ...
 
-    def apply(self, placement: Placement) -> PlacedModel | PlacedModule | HookedModule:
+    def unplaced(self, cluster: Cluster) -> Cluster | None:
+        """Return the cluster of one device that stands for the unplaced model, if there is one.
+
+        A placement on it runs the model's own code with torch's threads on all cores.
+        """
+        ...
+
+    def apply(
+        self, placement: Placement
+    ) -> PlacedModel | PlacedModule | HookedModule | UnplacedModel:
         """Return the model, ready to run as placed."""
         ...
 

@@ -125,6 +125,9 @@ class TorchRuntime:
         )
         return Measured(executor, rounds=rounds or DEFAULT_ROUNDS)
 
+    def unplaced(self, cluster: Cluster) -> None:
+        """Return None: the unplaced model is the placement on one device."""
+
     def apply(self, placement: Placement) -> PlacedModule | HookedModule:
         """Return the placed module, or one whose own code runs between hooks."""
         cluster = present(placement.device_names)
@@ -176,6 +179,7 @@ class TorchExecutor:
         self.timeout_s = timeout_s
         self.overlap = overlap
         self._devices = [torch_device(name) for name in problem.cluster.names]
+        self.unplaced: Cluster | None = None  # it is the placement on one device
         self._simulator = Simulator(problem)
         step = step_copy(extraction.step)
         self._extraction = replace(extraction, step=step)
@@ -199,9 +203,6 @@ class TorchExecutor:
         """Return the step as placed, unless it exceeds the memory of the host."""
         excess = self._host_excess(placement)
         return Failure(reason=excess, overfull=True) if excess else _PlacedStep(self, placement)
-
-    def unplaced(self) -> None:
-        """Return None: the unplaced step is the placement on one device."""
 
     def close(self) -> None:
         """Drop the copy of the model and lift the memory limits."""

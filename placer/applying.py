@@ -13,6 +13,7 @@ from torch import nn
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import present
 from envs.placement import Placement
 from envs.runtime import runtime_for
@@ -46,7 +47,8 @@ def apply(
     ``placed.step(batch)`` as well, and ``placed.eval()(*inputs)`` returns what the model returns in
     eval mode. For a placement of a module graph it is a
     :class:`envs.executors.hooks.hooked_module.HookedModule`, which runs the model's own code on any
-    inputs.
+    inputs. Where the result is to leave the model unplaced (its one device is a set of several
+    cores), it is a :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -80,7 +82,7 @@ def apply(
 
 def apply_extracted(
     extraction: Extraction, placement: Placement, *, overlap: bool = False
-) -> PlacedModel | PlacedModule | HookedModule:
+) -> PlacedModel | PlacedModule | HookedModule | UnplacedModel:
     """Return the model of an extraction, ready to run as placed."""
     if placement.micro_batches != 1:
         raise ValueError(

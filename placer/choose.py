@@ -25,7 +25,7 @@ class PlacementError(RuntimeError):
 def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int]:
     """Return indices of candidates to run: best single device of each kind and best others.
 
-    A warm start is always run.
+    A warm start and the unplaced model are always run.
     """
     feasible = [i for i, each in enumerate(candidates) if np.isfinite(each.predicted_s)]
     by_time = sorted(feasible, key=lambda i: candidates[i].predicted_s)
@@ -33,33 +33,44 @@ def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int
     for i in by_time:
         if candidates[i].is_single:
             singles.setdefault(cluster.devices[candidates[i].devices[0]].kind, i)
-    others = [i for i in by_time if not candidates[i].is_single]
+    others = [i for i in by_time if not (candidates[i].is_single or candidates[i].is_unplaced)]
     chosen = [*singles.values(), *others[:MEASURED_CANDIDATES]]
-    warm_starts = [i for i in by_time if candidates[i].kind is Kind.WARM_START]
-    return chosen + [i for i in warm_starts if i not in chosen]
+    if not chosen:
+        return []
+    always = [i for i in by_time if candidates[i].kind in (Kind.WARM_START, Kind.UNPLACED)]
+    return chosen + [i for i in always if i not in chosen]
 
 
 def overfull(candidates: Sequence[Candidate]) -> bool:
     """Return whether all candidates that ran on several devices ran out of memory."""
-    several = [each.measurement for each in candidates if each.measurement and not each.is_single]
+    several = [
+        each.measurement
+        for each in candidates
+        if each.measurement and not (each.is_single or each.is_unplaced)
+    ]
     return bool(several) and all(measurement.overfull for measurement in several)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
     """Return the best candidate: measured before predicted, and the simplest of those in a tie.
 
-    A candidate that is slower than the best single device, or within noise of it, never wins.
+    A candidate that is slower than the unplaced model or the best single device, or within noise of
+    it, never wins. On a busy machine the unplaced model, which has wall times only, is compared
+    with nothing.
     """
     tried = [each for each in candidates if each.measurement is not None]
     if not tried:
-        feasible = [each for each in candidates if np.isfinite(each.predicted_s)]
+        placed = [each for each in candidates if not each.is_unplaced]
+        feasible = [each for each in placed if np.isfinite(each.predicted_s)]
         if not feasible:
-            raise PlacementError(messages.no_placement(candidates))
+            raise PlacementError(messages.no_placement(placed))
         return min(feasible, key=lambda each: (each.predicted_s, each.simplicity))
     ran = [(each, runs) for each in tried if (runs := each.measurement) is not None and runs.ok]
     if not ran:
         raise PlacementError(messages.all_failed(tried))
-    return _simplest_of_fastest(ran, contended=runs_contended(tried))
+    busy = runs_contended(tried)
+    comparable = [run for run in ran if not (busy and run[0].is_unplaced)]
+    return _simplest_of_fastest(comparable or ran, contended=busy)
 
 
 def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
@@ -69,14 +80,17 @@ def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
     fastest = min(ran, key=step_s)
     equal = [run for run in ran if tied(run[1], fastest[1], contended=contended)]
     single = min((run for run in ran if run[0].is_single), key=step_s, default=None)
-    if single is not None and single not in equal:
-        equal = [
-            run
-            for run in equal
-            if step_s(run) < step_s(single) and not tied(run[1], single[1], contended=contended)
-        ]
+    unplaced = next((run for run in ran if run[0].is_unplaced), None)
+    for baseline in (single, unplaced):
+        if baseline is not None and baseline not in equal:
+            equal = [
+                run
+                for run in equal
+                if step_s(run) < step_s(baseline)
+                and not tied(run[1], baseline[1], contended=contended)
+            ]
     if not equal:
-        return (single or fastest)[0]
+        return min((run for run in (single, unplaced) if run), key=step_s, default=fastest)[0]
     return min(equal, key=lambda run: (run[0].simplicity, step_s(run)))[0]
 
 

@@ -22,7 +22,7 @@ from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.runtime import runtime_for
+from envs.runtime import costed, runtime_for
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.critical_path import critical_path, critical_path_to_list
 from envs.simulator.max_load import max_load_ns
@@ -81,7 +81,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
             graph=graph, cluster=job.cluster, warm_start=_warm_start(job, None, graph)
         )
     from envs.costs.roofline import check_cluster
-    from envs.runtime import calibrated, costed, runtime_for
+    from envs.runtime import calibrated
     from graphs.extract import Workload, extract
     from graphs.extract.eager import check_has_memory
 
@@ -110,6 +110,25 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         extraction=extraction,
         runtime=runtime,
     )
+
+
+def unplaced_problem(step: CostedStep, job: Job, progress: Progress) -> Problem | None:
+    """Return the problem of the unplaced model, the graph on its one device.
+
+    None if nothing is run, pins forbid it, or it is the placement on one device.
+    """
+    search = job.search
+    if not (step.can_run and search.measure) or search.backend is not None:
+        return None
+    if search.objective.micro_batches != 1 or any(step.problem.graph.allowed):
+        return None
+    assert step.runtime is not None
+    cluster = step.runtime.unplaced(step.cluster)
+    if cluster is None:
+        return None
+    advance = counter(progress)
+    graph = costed(step.runtime, step.graph, cluster, fresh=job.fresh, progress=advance)
+    return Problem.of(GraphArrays.from_graph(graph), cluster)
 
 
 def _warm_start(

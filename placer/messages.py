@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from envs.hardware.units import milliseconds, ratio_of
-from envs.measurement import CONTENDED, Measurement
+from envs.measurement import CONTENDED, tied
 from envs.problem import Problem
 from graphs.graph import PHASES
 from placer.search.candidate import Candidate
@@ -95,27 +95,27 @@ def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
     return "No single device has costs for all ops."
 
 
-def against_unplaced(
-    runs: Measurement | None, unplaced: Measurement | None, *, contended: bool
-) -> str:
+def leave_unplaced(unplaced: Candidate, fastest: Candidate | None) -> str:
+    """Return that no placement gains anything over the unplaced model, and by how much."""
+    nothing = "Nothing to gain: leave the model unplaced."
+    if fastest is None or fastest.measurement is None or unplaced.measurement is None:
+        return nothing
+    ratio = ratio_of(fastest.measurement.median_s, unplaced.measurement.median_s)
+    if tied(fastest.measurement, unplaced.measurement):
+        return f"{nothing} The fastest placement, {fastest.name}, is within noise ({ratio:.2f}x)."
+    return f"{nothing} It is {ratio:.2f}x faster than the fastest placement, {fastest.name}."
+
+
+def against_unplaced(best: Candidate, unplaced: Candidate | None, *, contended: bool) -> str:
     """Return how the best candidate compares with the unplaced model."""
-    if runs is None or unplaced is None or not (runs.ok and unplaced.ok):
+    if unplaced is None or best.measurement is None or unplaced.measurement is None:
+        return ""
+    if unplaced.failure:
         return ""
     if contended:  # the threads have wall times only, which mean little here
         return f"A busy machine cannot compare it with {UNPLACED}."
-    # OpenMP threads have slow phases, so the shortest steps decide.
-    ratio, by_median = unplaced.min_s / runs.min_s, unplaced.median_s / runs.median_s
-    if ratio > 1 + SMALLEST_GAIN:
-        return (
-            f"The placement is {ratio:.2f}x faster than {UNPLACED}, by shortest steps "
-            f"({by_median:.2f}x by medians)."
-        )
-    if 1 / ratio > 1 + SMALLEST_GAIN:
-        return (
-            f"{UNPLACED.capitalize()} is {1 / ratio:.2f}x faster still, by shortest steps "
-            f"({1 / by_median:.2f}x by medians)."
-        )
-    return f"The placement is as fast as {UNPLACED}, by shortest steps."
+    ratio = ratio_of(unplaced.measurement.median_s, best.measurement.median_s)
+    return f"{ratio:.2f}x faster than {UNPLACED}."
 
 
 def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
@@ -171,7 +171,9 @@ def not_measured(trouble: str, *, stopped: bool) -> str:
 def busy_machine(candidates: Sequence[Candidate]) -> str:
     """Return how busy the machine was, for candidates that are compared by CPU-clock time."""
     ran = [
-        (each, runs) for each in candidates if (runs := each.measurement) is not None and runs.ok
+        (each, runs)
+        for each in candidates
+        if (runs := each.measurement) is not None and runs.has_cpu_clock
     ]
     slower = float(np.median([runs.contention for _, runs in ran]))
     alone = ", ".join(
@@ -298,13 +300,10 @@ MEASURED_LEGEND: Final = (
     "wall, min: median and shortest by the wall clock; spread: between the quartiles, over the "
     "median; in brackets: predicted, as it was not run"
 )
-CORES_LEGEND: Final = (
-    f"CPU clock: {CPU_CLOCK}, without the effect of other processes; times exclude copying "
-    "gradients back from the workers"
-)
+CORES_LEGEND: Final = f"CPU clock: {CPU_CLOCK}, without the effect of other processes"
 TORCH_LEGEND: Final = "every device is waited for; CPU clock: the same as wall"
 WARM_START_LEGEND: Final = "warm start: the placement of --start-from"
 WHERE_ALLOWED_LEGEND: Final = (
     "where allowed: ops that pins or missing costs keep off that device are elsewhere"
 )
-UNPLACED_LEGEND: Final = "not placed: one process with torch's threads on all cores, by wall time"
+UNPLACED_LEGEND: Final = "unplaced: the model as it is, with torch's threads on all cores"

@@ -13,7 +13,6 @@ import numpy as np
 from envs.backend import Backend, measurements
 from envs.compiled import loading_stage
 from envs.executors.cores.errors import WorkerError
-from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
@@ -23,7 +22,7 @@ from envs.simulator.schedule import issue_order, repeats
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError, choose, overfull, worth_running
-from placer.evaluation import costed_step
+from placer.evaluation import costed_step, unplaced_problem
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.progress import Progress, Silent, counter
@@ -54,6 +53,7 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
         step = costed_step(job, progress)
         return _Optimization(
             problem=step.problem,
+            unplaced=unplaced_problem(step, job, progress),
             search=job.search,
             interrupt=interrupt,
             progress=progress,
@@ -96,13 +96,13 @@ class _Optimization:
     search: SearchConfig
     interrupt: Interrupt
     progress: Progress
+    unplaced: Problem | None = None  # of the same step on the one device of the unplaced model
     coarse: Coarsened | None = None  # groups of ops to place; None: single ops
     warm_start: Placement | None = None
     extraction: Extraction | None = None
     runtime: Runtime | None = None  # of devices that are all on this machine
     cost_source: Mapping[str, str] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
-    all_cores: Measurement | None = None
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
     search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""
@@ -158,7 +158,7 @@ class _Optimization:
             smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
             with self.interrupt.polled():
                 candidates = self._candidates(smaller, search_trace)
-            if not any(np.isfinite(each.predicted_s) for each in candidates):
+            if not worth_running(candidates, smaller.cluster):
                 return
             # Runs are only compared with runs of the same rounds.
             failed = [each for each in self.candidates if each.failure]
@@ -180,7 +180,7 @@ class _Optimization:
         else:
             predicted_s = [candidates[i].predicted_s for i in chosen]
             with backend.backend(problem, predicted_s) as measured:
-                results, self.all_cores = measured.evaluate_with_unplaced(placements, advance)
+                results = measured.evaluate(placements, advance)
                 interrupted = measured.interrupted
         self.interrupt.requested |= interrupted
         after = list(candidates)
@@ -194,7 +194,7 @@ class _Optimization:
         bound_s = self.search.objective.lower_bound_s(self.problem)
         return Result(
             placement=best.placement,
-            problem=self.problem,
+            problem=self.unplaced if best.is_unplaced and self.unplaced else self.problem,
             candidates=tuple(self.candidates),
             best=best,
             lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
@@ -202,7 +202,6 @@ class _Optimization:
             measuring_s=0.0 if self._backend is None else measuring_s,
             stopped=self.interrupt.requested,
             extraction=self.extraction,
-            all_cores=self.all_cores,
             cost_source=self.cost_source,
             search_trace=self.search_trace,
             trouble=self.trouble,
@@ -230,7 +229,14 @@ class _Optimization:
                 Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
             )
         simulated = Simulated(problem)
-        return [self._predicted(candidate, simulated) for candidate in candidates]
+        predicted = [self._predicted(candidate, simulated) for candidate in candidates]
+        if self.unplaced is not None:
+            order = -np.arange(self.unplaced.op_count, dtype=np.float64)
+            unplaced = Evaluator(self.unplaced).candidate(
+                Kind.UNPLACED, np.zeros(len(order), np.int32), order
+            )
+            predicted.append(self._predicted(unplaced, Simulated(self.unplaced)))
+        return predicted
 
     def _predicted(self, candidate: Candidate, simulated: Simulated) -> Candidate:
         """Return a candidate with its prediction, as a placement that gives the simulated order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -32,9 +32,8 @@ class Result:
     """The result of an optimization: the chosen placement and all candidates.
 
     ``placement`` is that of ``best``, the chosen candidate, with predicted and measured times
-    recorded. ``lower_bound_s`` is a lower bound of the objective over all placements.
-    ``all_cores`` is the baseline without placement: one process with torch's own threads on all
-    cores.
+    recorded, and ``problem`` the problem that it solves: where the unplaced model won, that of one
+    device. ``lower_bound_s`` is a lower bound of the objective over all placements.
     """
 
     placement: Placement
@@ -45,7 +44,6 @@ class Result:
     search_s: float
     stopped: bool  # the user stopped it early
     extraction: Extraction | None = None
-    all_cores: Measurement | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
     search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""  # why nothing could be run
@@ -106,6 +104,13 @@ class Result:
         """Return the best single-device candidate, measured ones first; None if none can run."""
         return best_single_device(self.candidates)
 
+    @property
+    def unplaced(self) -> Candidate | None:
+        """Return the unplaced model as it was run beside the placements; None if it was not."""
+        return next(
+            (each for each in self.candidates if each.is_unplaced and each.measurement), None
+        )
+
     def step_s(self, candidate: Candidate) -> float:
         """Return the time that ranks a candidate: its measured step time or the predicted one."""
         return candidate.ranking_s(contended=self.contended)
@@ -117,6 +122,8 @@ class Result:
         """
         single = self.single
         if single is None or not candidate.can_run:
+            return np.nan
+        if candidate.is_unplaced and self.contended:  # by another clock
             return np.nan
         if single.measurement is not None and candidate.measurement is not None:
             return ratio_of(self.step_s(single), self.step_s(candidate))
@@ -137,12 +144,15 @@ class Result:
         best, single, contended = self.best, self.single, self.contended
         if not np.isfinite(best.predicted_s):
             return [messages.does_not_fit(best)]
+        placed = [each for each in self.candidates if not each.is_unplaced]
+        if best.is_unplaced:
+            return [messages.leave_unplaced(best, _fastest(placed, contended=contended))]
         sentences = [
-            messages.no_single_device(self.candidates, self.problem)
+            messages.no_single_device(placed, self.problem)
             if single is None
             else messages.gain(best, single, self.lower_bound_s, contended=contended),
-            messages.against_unplaced(best.measurement, self.all_cores, contended=contended),
-            messages.proof(self.candidates, self.lower_bound_s),
+            messages.against_unplaced(best, self.unplaced, contended=contended),
+            messages.proof(placed, self.lower_bound_s),
         ]
         return [sentence for sentence in sentences if sentence]
 
@@ -235,7 +245,7 @@ class Result:
         return replace(self, placement=placement)
 
     def _measured(self) -> dict[str, Any] | None:
-        runs, single, unplaced = self.best.measurement, self.single, self.all_cores
+        runs, single, unplaced = self.best.measurement, self.single, self.unplaced
         if runs is None:
             return None
         measured: dict[str, Any] = {
@@ -251,9 +261,9 @@ class Result:
         if single is not None and single.measurement is not None:
             measured["single_device_step_s"] = self.step_s(single)
             measured |= _clocks(single.measurement, "single_device_")
-        if unplaced is not None and unplaced.ok:
-            measured |= _clocks(unplaced, "all_cores_")
-            del measured["all_cores_cpu_clock_s"]  # torch's threads have no common CPU clock
+        if unplaced is not None and unplaced.measurement is not None and unplaced.can_run:
+            measured |= _clocks(unplaced.measurement, "unplaced_")
+            del measured["unplaced_cpu_clock_s"]  # torch's threads have no common CPU clock
         return measured
 
 
@@ -268,6 +278,12 @@ def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
         ],
         "depends_on_data": list(extraction.depends_on_data),
     }
+
+
+def _fastest(candidates: Sequence[Candidate], *, contended: bool) -> Candidate | None:
+    """Return the fastest candidate that was run."""
+    ran = [each for each in candidates if each.measurement is not None and each.can_run]
+    return min(ran, key=lambda each: each.ranking_s(contended=contended), default=None)
 
 
 def _clocks(runs: Measurement, whose: str = "") -> dict[str, float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -146,6 +147,31 @@ def cores_of(name: str) -> tuple[int, ...]:
     if len(set(cores)) < len(cores):
         raise ValueError(f"device {name} names a core twice")
     return tuple(sorted(cores))
+
+
+@contextmanager
+def pinned(cores: Collection[int]) -> Iterator[None]:
+    """Let all threads of this process run on these cores only."""
+    allowed = os.sched_getaffinity(0)
+    if allowed == set(cores):
+        yield
+        return
+    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    _pin(dict.fromkeys(before, cores))
+    try:
+        yield
+    finally:
+        _pin({thread: before.get(thread, allowed) for thread in _threads()})
+
+
+def _threads() -> list[int]:
+    return [int(thread.name) for thread in Path("/proc/self/task").iterdir()]
+
+
+def _pin(cores_of_threads: Mapping[int, Collection[int]]) -> None:
+    for thread, cores in cores_of_threads.items():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, cores)
 
 
 def is_core(name: str) -> bool:

@@ -35,7 +35,6 @@ QUEUES: Final = {
     "bus": "all",
 }
 """{sharing of a link: the transfers that queue for each other, in words}."""
-UNPLACED: Final = "not placed"
 CHOSEN: Final = ">"
 MOST_SINGLES: Final = 8
 MOST_DEVICES: Final = 16
@@ -65,10 +64,6 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
             _memory(candidate),
             style="bold green" if candidate is result.best else "",
         )
-    if result.all_cores is not None:
-        *cells, _ = _measured_cells(result.all_cores, result.all_cores.failure)
-        cells.append("-")  # the CPU time of torch's threads is unknown
-        table.add_row(f"  {UNPLACED}", "-", *cells, "", "", style="dim")
     if left_out := len(result.candidates) - len(shown):
         table.add_row(f"  {left_out} more single devices", style="dim")
     console.print(table)
@@ -106,7 +101,7 @@ def _legend(result: Result, ran: bool) -> str:
         parts.append(messages.WARM_START_LEGEND)
     if not all(candidate.is_single for candidate in _on_one_device(result)):
         parts.append(messages.WHERE_ALLOWED_LEGEND)
-    if result.all_cores is not None:
+    if result.unplaced is not None:
         parts.append(messages.UNPLACED_LEGEND)
         if result.contended and (measurement := result.best.measurement) is not None:
             parts[-1] += f", to be compared with {_ms(measurement.median_s)} ms"

@@ -20,6 +20,7 @@ class Kind(Enum):
     Of equally fast candidates the simplest wins. Kinds after ``ANNEALING`` are equally simple.
     """
 
+    UNPLACED = "unplaced"
     SINGLE_DEVICE = "single device"
     WARM_START = "warm start"
     LAYER_SPLIT = "layer split"
@@ -79,13 +80,22 @@ class Candidate:
 
     @property
     def is_single(self) -> bool:
-        """Return whether all ops are on one device."""
-        return bool((self.devices == self.devices[0]).all())
+        """Return whether all ops are on one device of the cluster."""
+        return not self.is_unplaced and bool((self.devices == self.devices[0]).all())
+
+    @property
+    def is_unplaced(self) -> bool:
+        """Return whether it is the model as it is; its placement has a device of its own."""
+        return self.kind is Kind.UNPLACED
 
     @property
     def simplicity(self) -> int:
-        """Return a rank, lower is simpler: single device, then fixed rules, then search."""
-        return 0 if self.is_single else min(_RANKS[self.kind], _RANKS[Kind.ANNEALING] + 1)
+        """Return a rank, lower is simpler: unplaced, single device, fixed rules, then search."""
+        return (
+            _RANKS[Kind.SINGLE_DEVICE]
+            if self.is_single
+            else min(_RANKS[self.kind], _RANKS[Kind.ANNEALING] + 1)
+        )
 
     @property
     def bound_s(self) -> float | None:

@@ -19,8 +19,8 @@ from envs.core_runtime import FEWEST_ROUNDS, UNCOUNTED_BYTES, CoreExecutor, Core
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cluster import Link
-from envs.hardware.discover import discover
-from envs.measured import Failure, Measured, TimedStep
+from envs.hardware.discover import cores_of, discover, present
+from envs.measured import Measured
 from envs.measurement import MemoryExcess
 from envs.placement import Placement
 from envs.problem import Problem
@@ -202,43 +202,53 @@ def test_without_new_workers_all_fail_and_measuring_can_go_on_later(
     assert backend.evaluate(candidates(backend.problem)[:1])[0].feasible
 
 
-def test_a_runtime_measures_placements_and_the_unplaced_step() -> None:
+def unplaced_placement(runtime: CoreRuntime, problem: Problem) -> Placement:
+    cluster = runtime.unplaced(problem.cluster)
+    assert cluster is not None
+    zeros = np.zeros(problem.op_count)
+    return Placement.of(problem.graph, cluster, zeros.astype(np.int32), zeros)
+
+
+def test_a_runtime_measures_placements_and_the_unplaced_model() -> None:
     extraction, problem = small_problem()
-    with CoreRuntime(extraction, problem.cluster).backend(problem, [1.0]) as backend:
-        results, unplaced = backend.evaluate_with_unplaced(candidates(problem)[1:2])
-    [placed] = measurements(results)
-    assert unplaced is not None
-    assert len(unplaced.wall_s) == len(placed.wall_s) == FEWEST_ROUNDS
-    assert not unplaced.has_cpu_clock
+    runtime = CoreRuntime(extraction, problem.cluster)
+    unplaced = unplaced_placement(runtime, problem)
+    assert cores_of(*unplaced.device_names) == (CORES[0], CORES[-1])
+    before = torch.get_num_threads(), torch.get_rng_state(), os.sched_getaffinity(0)
+    state = {name: t.clone() for name, t in extraction.step.named_state().items()}
+    with runtime.backend(problem, [1.0]) as backend:
+        results = backend.evaluate([candidates(problem)[1], unplaced])
+    placed, runs = measurements(results)
+    assert len(runs.wall_s) == len(placed.wall_s) == FEWEST_ROUNDS
+    assert not runs.has_cpu_clock
+    assert before[0] == torch.get_num_threads()
+    assert before[2] == os.sched_getaffinity(0)
+    assert torch.equal(before[1], torch.get_rng_state())
+    now = extraction.step.named_state()
+    assert all(torch.equal(now[name], tensor) for name, tensor in state.items())
+    assert all(tensor.grad is None for tensor in now.values())
 
 
-def test_the_unplaced_step_has_the_cores_of_all_devices_and_may_fail(backend: Measured) -> None:
-    step = backend.executor.unplaced()
-    assert step is not None
-    try:
-        assert isinstance(step.run(), TimedStep)
-        (worker,) = step._pool._workers  # type: ignore[attr-defined]  # of an UnplacedStep
-        assert os.sched_getaffinity(worker.process.pid) == {CORES[0], CORES[-1]}
-        os.kill(worker.process.pid, signal.SIGKILL)
-        failure = step.run()
-    finally:
-        step.close()
-    assert isinstance(failure, Failure)
-    assert "died" in failure.reason
-
-
-def test_an_unplaced_step_that_does_not_start_is_a_failure(
+def test_an_unplaced_model_that_fails_fails_alone(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> WorkerPool:
-        raise WorkerError("it did not come up")
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
 
-    pool_of(backend)
-    monkeypatch.setattr("envs.core_runtime.WorkerPool", refuse)
-    [result], unplaced = backend.evaluate_with_unplaced(candidates(backend.problem)[:1])
-    assert result.feasible
-    assert unplaced is not None
-    assert unplaced.failure == "it did not come up"
+    assert isinstance(backend.executor, CoreExecutor)
+    runtime = CoreRuntime(backend.executor.extraction, backend.problem.cluster)
+    placements = [candidates(backend.problem)[0], unplaced_placement(runtime, backend.problem)]
+    for where in ("run_step", "_torch_optimizer"):
+        monkeypatch.setattr(f"envs.executors.unplaced.{where}", fail)
+    placed, unplaced = backend.evaluate(placements)
+    assert placed.feasible
+    assert "out of luck" in unplaced.why
+
+
+def test_one_core_has_no_unplaced_model_beside_it() -> None:
+    extraction, problem = small_problem()
+    runtime = CoreRuntime(extraction, problem.cluster)
+    assert runtime.unplaced(present([f"core:{CORES[0]}"])) is None
 
 
 def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

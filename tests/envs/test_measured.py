@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from envs.backend import measurements
+from envs.hardware.cluster import Cluster
 from envs.measured import DevicesLostError, Failure, Measured, TimedStep
 from envs.measurement import tied
 from envs.placement import Placement
@@ -24,6 +25,7 @@ class MadeUp:
 
     problem: Problem
     outcome: Callable[[str, int], Outcome | None] = lambda name, number: None
+    unplaced: Cluster | None = None
 
     def __post_init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -32,9 +34,6 @@ class MadeUp:
 
     def load(self, placement: Placement) -> MadeUpStep:
         return MadeUpStep(self, self.names[id(placement)])
-
-    def unplaced(self) -> MadeUpStep:
-        return MadeUpStep(self, "unplaced")
 
     def close(self) -> None:
         self.closed.append("executor")
@@ -91,16 +90,19 @@ def test_candidates_take_turns_and_each_begins_a_round(setup: Setup) -> None:
         assert len(result.measurement.wall_s) == 3
 
 
-def test_the_unplaced_step_comes_last_in_as_many_rounds(setup: Setup) -> None:
+def test_the_unplaced_model_runs_in_the_same_rounds_on_its_own_device(setup: Setup) -> None:
     executor, placements = setup
-    progress: list[tuple[int, int]] = []
-    backend = Measured(executor, rounds=2, warm_up=1)
-    _, unplaced = backend.evaluate_with_unplaced(placements[:2], lambda *at: progress.append(at))
-    assert executor.runs == [*"abbaab", *["unplaced"] * 3]
-    assert executor.closed == ["b", "a", "unplaced"]
-    assert progress == [(i + 1, 9) for i in range(9)]
-    assert unplaced is not None
-    assert len(unplaced.wall_s) == 2
+    (device, *_) = executor.problem.cluster.devices
+    cluster = Cluster(name="all", devices=(replace(device, name="all"),))
+    unplaced = replace(placements[1], cluster="all", device_names=("all",))
+    executor.names[id(unplaced)] = "u"
+    [refused] = Measured(executor, rounds=1).evaluate([unplaced])
+    assert "was made for devices all" in refused.why
+    executor.unplaced = cluster
+    results = Measured(executor, rounds=2, warm_up=1).evaluate([placements[0], unplaced])
+    assert "".join(executor.runs) == "auuaau"
+    assert [result.feasible for result in results] == [True, True]
+    assert results[1].peak_memory_bytes == {"d0": 7}, "the simulator does not know its device"
 
 
 def test_a_failed_candidate_runs_no_more_and_the_others_go_on(setup: Setup) -> None:
@@ -135,9 +137,8 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete(setup: Setup) -> None:
     executor, placements = setup
     executor.outcome = lambda name, number: KeyboardInterrupt() if len(executor.runs) == 9 else None
     backend = Measured(executor, rounds=3)
-    results, unplaced = backend.evaluate_with_unplaced(placements)
+    results = backend.evaluate(placements)
     assert backend.interrupted
-    assert unplaced is None
     assert [len(own.wall_s) for own in measurements(results)] == [1, 1, 1]
     backend.evaluate(placements)
     assert not backend.interrupted

@@ -40,7 +40,7 @@ def test_what_was_never_run_does_not_count() -> None:
 
 
 def test_the_machine_is_contended_by_the_median_of_all() -> None:
-    quiet, busy = measurement([1.0], [1.0]), measurement([2.0], [1.0])
+    quiet, busy = measurement([1.0], [0.99]), measurement([2.0], [1.0])
     assert not contended([])
     assert not contended([quiet, busy, quiet])
     assert contended([busy, busy, quiet])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.unplaced import UnplacedModel
 from graphs.extract import Workload
 from graphs.optimizer import Optimizer
 from tests.helpers.tiny_models import forward
@@ -20,7 +21,7 @@ from tests.helpers.tiny_models import forward
 
 def assert_trains_alike(
     step: Workload,
-    placed: PlacedModel | PlacedModule | HookedModule,
+    placed: PlacedModel | PlacedModule | HookedModule | UnplacedModel,
     *,
     run: Callable[..., Any] | None = None,
     steps: int = 3,

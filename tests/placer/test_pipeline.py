@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,20 @@ from torch import nn
 
 import placer
 from envs.core_runtime import CoreRuntime, rounds_for
+from envs.executors.unplaced import UnplacedModel
+from envs.hardware.discover import present
+from envs.placement import Placement
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import coarsen
-from graphs.graph import add_edge, add_op, new_graph
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.families import draw
 from placer.choose import PlacementError
 from placer.cli.main import main
+from placer.evaluation import costed_step, unplaced_problem
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job, optimize_problem
+from placer.progress import Silent
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
@@ -144,6 +151,44 @@ def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
     assert again.step_s == pytest.approx(result.best.predicted_s, rel=0, abs=1e-15)
 
 
+@two_cores
+def test_a_placement_on_one_set_of_cores_is_the_model_as_it_is(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    step = replace(tiny_models.conv_net(), optimizer=placer.Optimizer(kind="sgd"))
+    graph = GraphArrays.from_graph(placer.extract(step, devices=None, progress=False))
+    cluster = present(["core:0-1"])
+    zeros = np.zeros(len(graph))
+    path = tmp_path / "placement.json"
+    Placement.of(graph, cluster, zeros.astype(np.int32), zeros).save(path)
+    plain = copy.deepcopy(step.model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    *inputs, target = step.inputs
+    with placer.apply(step.model, path, step.inputs, loss=step.loss, optimizer="sgd") as unplaced:
+        assert isinstance(unplaced, UnplacedModel)
+        for _ in range(2):
+            assert step.loss is not None
+            loss = step.loss(plain(*inputs), target)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(unplaced.step(step.inputs), loss.detach())
+    assert torch.get_num_threads() == 1
+    torch.testing.assert_close(step.model.state_dict(), plain.state_dict())
+
+
+@two_cores
+def test_the_unplaced_model_is_a_candidate_unless_pins_forbid_it_or_nothing_is_run() -> None:
+    job = Job.of(tiny_models.conv_net(), "core:0,core:1", search=SearchConfig(measure=False))
+    step = costed_step(job, Silent())
+    assert unplaced_problem(step, job, Silent()) is None
+    runs = replace(job, search=SearchConfig())
+    unplaced = unplaced_problem(step, runs, Silent())
+    assert unplaced is not None
+    assert unplaced.cluster.names == ("core:0-1",)
+    graph = placer.Constraints(pins={"*": "core:0"}).applied_to(step.graph, step.cluster)
+    assert unplaced_problem(replace(step, graph=graph), runs, Silent()) is None
+
+
 @pytest.mark.slow
 @two_cores
 def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
@@ -163,7 +208,7 @@ def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
     measured = result.placement.measured
     assert measured is not None
     assert measured["rounds"] > 7
-    assert {"all_cores_wall_median_s", "all_cores_wall_min_s"} <= measured.keys()
+    assert {"unplaced_wall_median_s", "unplaced_wall_min_s"} <= measured.keys()
     judged = "cpu_clock_s" if measured["clock"] == "cpu" else "wall_median_s"
     for whose in ("", "single_device_"):
         assert measured[f"{whose}step_s"] == measured[f"{whose}{judged}"]

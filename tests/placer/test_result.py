@@ -33,11 +33,12 @@ def two_ops() -> placer.Graph:
 
 
 TWO_OPS = GraphArrays.from_graph(two_ops())
-ANNEALING, HEFT, SPLIT, SINGLE = (
+ANNEALING, HEFT, SPLIT, SINGLE, UNPLACED = (
     Kind.ANNEALING,
     Kind.HEFT,
     Kind.LAYER_SPLIT,
     Kind.SINGLE_DEVICE,
+    Kind.UNPLACED,
 )
 
 
@@ -93,6 +94,12 @@ SIMPLER_TIE = {ANNEALING: [0.98, 1.30, 0.99], SPLIT: [1.02, 1.28, 0.98]}
         # failed
         ({ANNEALING: [], SINGLE: [3.0, 3.0]}, SINGLE),
         ({Kind.OTHER: [1.0, 1.1, 1.0], ANNEALING: [1.0, 1.1, 1.0]}, ANNEALING),
+        # the unplaced model: faster, within noise, slower, failed
+        ({HEFT: [1.5] * 3, UNPLACED: [1.4] * 3, SINGLE: [3.0] * 3}, UNPLACED),
+        ({HEFT: [1.5, 1.6, 1.5], UNPLACED: [1.52, 1.58, 1.51], SINGLE: [3.0] * 3}, UNPLACED),
+        ({HEFT: [1.5] * 3, UNPLACED: [1.6] * 3, SINGLE: [3.0] * 3}, HEFT),
+        ({HEFT: [1.5] * 3, UNPLACED: [], SINGLE: [3.0] * 3}, HEFT),
+        ({SINGLE: [1.5] * 3, UNPLACED: [1.5] * 3}, UNPLACED),
     ],
 )
 def test_the_fastest_wins_and_the_simplest_of_a_tie(
@@ -105,10 +112,11 @@ def test_without_measurements_the_prediction_decides_and_then_simplicity() -> No
     etf, annealing = candidate(Kind.ETF, 1.0), candidate(ANNEALING, 1.0)
     assert choose([annealing, etf, candidate(SINGLE, 2.0)]) is etf
     assert choose([candidate(Kind.OTHER, 1.0), annealing]) is annealing
-    single, *others = (candidate(kind, 1.0).simplicity for kind in Kind)
-    ranked = others[: list(Kind).index(ANNEALING)]
-    assert [single, *ranked] == sorted({single, *ranked})
-    assert set(others[len(ranked) :]) == {ranked[-1] + 1}
+    simplicity = [candidate(kind, 1.0).simplicity for kind in Kind]
+    ranked = simplicity[: list(Kind).index(ANNEALING) + 1]
+    assert ranked == sorted(set(ranked))
+    assert choose([candidate(UNPLACED, 0.5), etf]) is etf, "it is an answer only where it was run"
+    assert set(simplicity[len(ranked) :]) == {ranked[-1] + 1}
 
 
 def test_where_nothing_can_run_the_error_has_the_nearest_reason() -> None:

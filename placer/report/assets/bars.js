@@ -7,7 +7,7 @@ const TWO_CLOCKS = 85; // extra width if wall times are shown beside CPU-clock t
 const NARROWEST = 640; // the chart scrolls on narrower pages
 const BEYOND = 5; // times the chosen step time: longer bars are cut
 
-const UNPLACED = "not placed";
+const UNPLACED = "unplaced";
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -85,9 +85,6 @@ def _coded(names: tuple[str, ...]) -> tuple[list[str], list[int]]:
     index: dict[str, int] = {}
     codes = [index.setdefault(name, len(index)) for name in names]
     return list(index), codes
-
-
-UNPLACED: Final = "not placed"
 
 
 def report_data(result: Result, commands: Sequence[Command] = ()) -> dict[str, Any]:
@@ -194,7 +191,9 @@ class Runs:
         """Return the verdict of the result; a recorded gain counts, unless it no longer fits."""
         result = self.result
         ratio, source = self.speed_up(result.best)
-        is_gain = not result.best.is_single and np.isfinite(result.best.predicted_s)
+        is_gain = not (result.best.is_single or result.best.is_unplaced) and np.isfinite(
+            result.best.predicted_s
+        )
         if not self.recorded or source == "predicted" or ratio is None or not is_gain:
             return result.verdict
         gain = f"{ratio:.2f}x faster than the best single device"
@@ -209,27 +208,23 @@ class Runs:
 
 
 def _candidates(runs: Runs) -> list[dict[str, Any]]:
-    """Return the candidates and the unplaced baseline."""
     result, rows = runs.result, []
+    names = result.problem.cluster.names
     for row in result.candidates:
         speed_up, speed_up_is = runs.speed_up(row)
+        has_memory = row.placement.device_names == names  # the unplaced model has its own device
         data = {
             "name": row.name,
             "predicted_s": _finite(row.predicted_s),
             "measured": runs.times(row),
             "speed_up": speed_up,
             "speed_up_is": speed_up_is,
-            "memory_bytes": list(row.peak_memory_bytes.values()),
-            "measured_memory_bytes": runs.memory_bytes(row),
+            "memory_bytes": list(row.peak_memory_bytes.values()) if has_memory else [],
+            "measured_memory_bytes": runs.memory_bytes(row) if has_memory else [],
             "best": row is result.best,
             "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
         }
         rows.append(data)
-    if (unplaced := result.all_cores) is not None:
-        unknown: dict[str, Any] = {"predicted_s": None, "speed_up": None, "best": False}
-        unknown |= {"memory_bytes": [], "measured_memory_bytes": []}
-        times = {"measured": _times(unplaced, contended=False), "speed_up_is": "measured"}
-        rows.append({"name": UNPLACED, **unknown, **times, "why": unplaced.failure})
     return rows
 
 

@@ -20,6 +20,7 @@ from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.unplaced import UnplacedModel
 from graphs.extract import Workload, extract
 from graphs.optimizer import STATE
 from tests.helpers import tiny_models
@@ -38,7 +39,7 @@ from tests.helpers.vdev import TRANSFERS, vdev
 
 torch.set_num_threads(1)
 
-Placed = PlacedModel | PlacedModule | HookedModule
+Placed = PlacedModel | PlacedModule | HookedModule | UnplacedModel
 Place = Callable[[Workload, int], Placed]
 EXECUTORS: Final = [
     pytest.param("cores", marks=pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")),
@@ -51,9 +52,12 @@ EXECUTORS: Final = [
         )
         for name in ("calls", "modules")
     ),
+    pytest.param("unplaced"),
 ]
 EVERY = pytest.mark.parametrize("executor", EXECUTORS)
+PLACED = pytest.mark.parametrize("executor", EXECUTORS[:3])
 WITH_CALLS = pytest.mark.parametrize("executor", EXECUTORS[:2])
+WITH_OPTIMIZER = pytest.mark.parametrize("executor", [*EXECUTORS[:2], EXECUTORS[3]])
 QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
@@ -79,11 +83,13 @@ def place(executor: str) -> Iterator[Place]:
             made_here.append(on_cores(extract(step), seed))
         elif executor == "calls":
             made_here.append(by_calls(extract(step), devices, seed))
+        elif executor == "unplaced":
+            made_here.append(UnplacedModel(extract(step), threads=1))
         else:
             made_here.append(by_modules(extract(step, "modules"), devices, seed))
         return made_here[-1]
 
-    if executor == "cores":
+    if executor in ("cores", "unplaced"):
         yield placed
     else:
         with vdev():
@@ -158,7 +164,7 @@ def test_steps_on_changing_batches_are_those_of_the_model(executor: str, place: 
         assert_close(placed.step(*batch), expected, 0.0 if executor == "cores" else 1e-6)
 
 
-@WITH_CALLS
+@WITH_OPTIMIZER
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -193,7 +199,7 @@ def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
         placed.learning_rate = float("nan")
 
 
-@WITH_CALLS
+@WITH_OPTIMIZER
 def test_without_an_optimizer_gradients_add_up(place: Place) -> None:
     step = tiny_models.conv_net()
     placed, plain = place(step, 1), copy.deepcopy(step)
@@ -259,7 +265,7 @@ def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
         placed.step(tokens + 100, target)
     text = f"{failure.value} {getattr(failure.value, '__notes__', '')}"
     assert "index out of range" in text
-    assert "embedding:embedding" in text or executor == "modules"
+    assert "embedding:embedding" in text or executor in ("modules", "unplaced")
     if isinstance(placed, PlacedModel):
         assert all_end(worker_ids(placed))
         placed.close()
@@ -269,7 +275,7 @@ def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
         assert_trains_alike(step, placed)
 
 
-@EVERY
+@PLACED
 @pytest.mark.parametrize("name", ["head", "embedding"])
 def test_weights_that_are_tied_no_longer_are_refused(name: str, place: Place) -> None:
     step = tiny_models.tied_weights()
@@ -298,7 +304,7 @@ def test_state_that_was_replaced_is_used(executor: str, place: Place) -> None:
 def test_closing_gives_the_model_back(place: Place) -> None:
     step = made("tied_weights")
     placed = place(step, 0)
-    assert not isinstance(placed, PlacedModule)
+    assert isinstance(placed, PlacedModel | HookedModule)
     model = placed.model if isinstance(placed, PlacedModel) else placed._step.model
     names, ids = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
     placed.step(*step.inputs)

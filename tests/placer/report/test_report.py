@@ -33,6 +33,7 @@ from placer.report.html.schedule import thinned, timeline_data
 from placer.result import Result
 from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import fork, one_kind, problem_of, random_case
+from tests.helpers.unplaced import with_unplaced
 
 
 def placed(problem: Problem, seed: int = 0, **fields: Any) -> Placement:
@@ -130,7 +131,7 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     best = replace(result.best, measurement=runs)
     rows = [best if row is result.best else row for row in result.candidates]
     rows[-1] = replace(rows[-1], measurement=failed)
-    measured = replace(result, candidates=tuple(rows), best=best, all_cores=runs)
+    measured = with_unplaced(replace(result, candidates=tuple(rows), best=best), runs)
     data = report_data(measured)
     shown = {row["name"]: row for row in data["candidates"]}
     assert [row.name for row in rows] == list(shown)[:-1]
@@ -139,7 +140,7 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     assert shown[best.name]["measured"] == {**expected, "rounds": 9}
     assert shown[rows[-1].name]["measured"] is None
     assert shown[rows[-1].name]["why"] == "a worker died"
-    assert shown["not placed"]["measured"]["step_s"] == 5.0
+    assert shown["unplaced"]["measured"]["step_s"] == 5.0
     assert shown[best.name]["measured_memory_bytes"] == [123, None, None]
     assert shown[rows[-1].name]["measured_memory_bytes"] == [None] * 3
     assert (data["step_s"], data["judged"]) == (5.0, "measured")

@@ -24,6 +24,7 @@ from placer.report.html import Source, next_commands, report_data, write_report
 from placer.result import Result
 from tests.helpers.chromium import covered_labels, cut_labels, ink_of, opened
 from tests.helpers.random_problems import random_problem
+from tests.helpers.unplaced import with_unplaced
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -201,7 +202,7 @@ def test_a_busy_machine_shows_both_clocks_and_no_bar_of_the_unplaced_step(
     browser: Browser, tmp_path: Path
 ) -> None:
     unplaced = Measurement(wall_s=np.full(9, 1.372), cpu_clock_s=np.full(9, 1.372))
-    result = measured(optimized(random_problem(10)), slower=5.0, all_cores=unplaced)
+    result = with_unplaced(measured(optimized(random_problem(10)), slower=5.0), unplaced)
     runs = result.best.measurement
     assert runs is not None
     wall, cpu = (f"{milliseconds(s)}\u00a0ms" for s in (runs.median_s, runs.cpu_clock_median_s))
@@ -209,7 +210,7 @@ def test_a_busy_machine_shows_both_clocks_and_no_bar_of_the_unplaced_step(
     write_report(report_data(result), path)
     with opened(browser, path) as page:
         chart = page.locator("#won .chart")
-        bars = chart.locator("g.candidate").filter(has_text="not placed")
+        bars = chart.locator("g.candidate").filter(has_text="unplaced")
         assert bars.locator("rect").count() == 0
         assert bars.get_by_text(f"by the wall clock, to be compared with {wall}").count() == 1
         assert chart.locator(".whisker").count() >= 1

@@ -22,6 +22,7 @@ from placer.report.html import report_data
 from placer.report.table import print_cluster, print_placement, print_result
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind, Prediction
+from tests.helpers.unplaced import with_unplaced
 
 
 def cluster_of(names: tuple[str, ...]) -> Cluster:
@@ -71,7 +72,6 @@ def result_on(names: tuple[str, ...]) -> Result:
         lower_bound_s=0.29,
         search_s=1.0,
         stopped=False,
-        all_cores=Measurement(wall_s=times, cpu_clock_s=times),
     )
 
 
@@ -150,16 +150,35 @@ def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[
         assert name in text
 
 
-def test_the_verdict_compares_with_the_unplaced_step_by_shortest_and_median_times(
+def test_the_verdict_compares_with_the_unplaced_step(
     quiet: Result,
 ) -> None:
-    runs = Measurement(wall_s=np.full(7, 0.2), cpu_clock_s=np.full(7, 0.2))
-    faster = replace(quiet, all_cores=runs)
-    assert ratios(quiet.verdict) == ["1.70", "1.70", "1.70"]
-    assert ratios(faster.verdict) == ["1.70", "1.76", "1.78"]
-    for unplaced in (quiet.best.measurement, replace(runs, failure="it died")):
-        assert ratios(replace(quiet, all_cores=unplaced).verdict) == ["1.70"]
-    assert "not placed" in printed(faster, 100)
+    runs = Measurement(wall_s=np.full(7, 0.4), cpu_clock_s=np.full(7, 0.4))
+    slower = with_unplaced(quiet, runs)
+    assert ratios(quiet.verdict) == ["1.70"]
+    assert ratios(slower.verdict) == ["1.70", "1.12"]
+    assert ratios(with_unplaced(quiet, replace(runs, failure="it died")).verdict) == ["1.70"]
+    assert "  unplaced" in printed(slower, 100)
+    assert slower.with_times().to_dict()["candidates"][-1]["speed_up"] == pytest.approx(
+        1.51, abs=0.01
+    )
+
+
+@pytest.mark.parametrize(("unplaced_s", "ratio"), [(0.25, "1.42"), (0.355, "1.00")])
+def test_where_the_unplaced_model_wins_or_ties_the_verdict_says_to_leave_it(
+    quiet: Result, unplaced_s: float, ratio: str
+) -> None:
+    times = np.full(7, unplaced_s)
+    with_it = with_unplaced(quiet, Measurement(wall_s=times, cpu_clock_s=times))
+    best = choose(with_it.candidates)
+    assert best.is_unplaced
+    left = replace(with_it, best=best, placement=best.placement).with_times()
+    assert left.verdict.startswith("Nothing to gain: leave the model unplaced.")
+    assert ratios(left.verdict) == [ratio]
+    assert set(left.placement.device_names) == {"core:0-1"}
+    measured = left.placement.measured
+    assert measured is not None
+    assert measured["step_s"] == measured["unplaced_wall_median_s"] == unplaced_s
 
 
 def test_the_chosen_row_is_marked_and_a_tie_is_called_one(quiet: Result) -> None:
@@ -175,7 +194,7 @@ def test_the_chosen_row_is_marked_and_a_tie_is_called_one(quiet: Result) -> None
 
 
 def test_a_busy_machine_counts_cpu_clock_times_and_shows_wall_times(quiet: Result) -> None:
-    result = replace(busy(quiet, 3.0, 2.0), all_cores=None)
+    result = busy(quiet, 3.0, 2.0)
     assert ratios(result.verdict) == ["1.70", "1.13"]
     assert any("CPU-clock time" in remark for remark in result.remarks)
     assert not any("CPU-clock" in remark for remark in quiet.remarks)
@@ -184,12 +203,15 @@ def test_a_busy_machine_counts_cpu_clock_times_and_shows_wall_times(quiet: Resul
     assert best["min_s"] <= best["low_s"] <= best["step_s"] <= best["high_s"]
     assert best["wall_s"] == pytest.approx(3 * best["step_s"])
     assert (data["judged"], data["wall_s"]) == ("cpu-clock", best["wall_s"])
-    assert "1067 ms" in printed(replace(result, all_cores=quiet.all_cores), 800, verbose=True)
+    runs = Measurement(wall_s=np.full(7, 0.6), cpu_clock_s=np.full(7, 0.6))
+    assert "1067 ms" in printed(with_unplaced(result, runs), 800, verbose=True)
 
 
 def test_a_busy_machine_compares_no_unplaced_step_and_says_how_busy_it_was(quiet: Result) -> None:
-    result = busy(quiet, 34.0, 2.0)
-    assert result.all_cores is not None
+    runs = Measurement(wall_s=np.full(7, 0.01), cpu_clock_s=np.full(7, 0.01))
+    result = with_unplaced(busy(quiet, 34.0, 2.0), runs)
+    assert choose(result.candidates) is result.best
+    assert "busy machine cannot compare" in result.verdict
     assert len(ratios(result.verdict)) == 2
     for contended, slower in ((result, ["18", "2", "1.15"]), (busy(quiet, 34.0), ["34", "1.15"])):
         [remark] = [remark for remark in contended.remarks if "was busy" in remark]

@@ -1,0 +1,195 @@
+"""The unplaced model: its own code in this process, on torch's threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from envs.executors.checks import checked_rate, load_optimizer_state, unpacked
+from envs.executors.torch.placed_module import SHARED
+from graphs.extract import Extraction, Workload
+from graphs.extract.autocast import autocast
+from graphs.extract.eager import run_step
+from graphs.optimizer import STATE, Optimizer
+
+
+@contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """Let torch compute with ``count`` threads in this context."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class UnplacedModel(nn.Module):
+    """Runs steps of a model as it is, with the interface of a placed model.
+
+    Forward and backward pass are those of torch, in this process and with ``threads`` of torch's
+    threads; parameters and buffers are those of the model. A step with an optimizer updates them
+    by torch's own, in its fused form, and leaves no gradients.
+
+    ``eval()`` of a training step makes it return what the model returns in eval mode, without
+    gradients; a target may be given or left out. ``train()`` switches back.
+    """
+
+    def __init__(self, extraction: Extraction, threads: int) -> None:
+        super().__init__()
+        step = extraction.step
+        vars(self).update({name: vars(step.model)[name] for name in SHARED})
+        self._step = step
+        self._threads = threads
+        self._modes: dict[nn.Module, bool] = {}
+        self.training = step.training
+        if step.model.training is not step.training:
+            step.model.train(step.training)
+        self._optimizer = None if step.optimizer is None else _torch_optimizer(step, step.optimizer)
+        if self._optimizer is not None:
+            self._begin(extraction, self._optimizer)
+
+    def __enter__(self) -> UnplacedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Do nothing: no workers run, and the state is where it always was."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run the forward pass: of a training step in train mode with the loss, else the model.
+
+        Raises:
+            Exception: as the model raises it.
+        """
+        step = replace(self._step, inputs=inputs, keywords=keywords)
+        with ExitStack() as entered:
+            if not (step.training and self.training):
+                if step.loss is not None:  # drop the target, if it was given
+                    inputs = inputs[: len(self._step.model_inputs)]
+                step = replace(step, inputs=inputs, loss=None, training=False, optimizer=None)
+                entered.enter_context(torch.no_grad())
+            entered.enter_context(with_threads(self._threads))
+            entered.enter_context(autocast(step.dtype))
+            return run_step(step)
+
+    def step(self, *batch: Any, **keywords: Any) -> Any:
+        """Run one step on a batch as a data loader gives it.
+
+        A training step returns the loss (detached) and adds to the parameters' gradients, or with
+        an optimizer updates the parameters; an inference step returns what the model returns.
+
+        Raises:
+            Exception: as the model raises it.
+        """
+        positional, named = unpacked(self._step, batch, keywords)
+        if not (self._step.training and self.training):
+            return self(*positional, **named)
+        with with_threads(self._threads):
+            loss: torch.Tensor = self(*positional, **named)
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            if self._optimizer is not None:
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        return loss.detach()
+
+    def train(self, mode: bool = True) -> UnplacedModel:
+        """Set the mode. Modules that were in eval mode within a training step return to it."""
+        if mode is not self.training:
+            loss = self._step.loss
+            trained = [self._step.model, *([loss] if isinstance(loss, nn.Module) else [])]
+            modules = [module for each in trained for module in each.modules()]
+            if not mode:
+                self._modes = {module: module.training for module in modules}
+            for module in modules:
+                module.training = mode and self._modes.get(module, True)
+            self.training = mode
+        return self
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the step's optimizer; a new value is used from the next step on.
+
+        Raises:
+            ValueError: the step has no optimizer, or the rate is negative or not finite.
+        """
+        return float(self._group()["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._group()["lr"] = checked_rate(rate)
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the optimizer's state, such as ``exp_avg.<parameter>``; {} without one.
+
+        ``step.<parameter>`` counts the updates of adam and adamw.
+        """
+        return {name: tensor.clone() for name, tensor in self._optimizer_state().items()}
+
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the state from :meth:`optimizer_state`.
+
+        Raises:
+            ValueError: it is the state of another optimizer or model.
+        """
+        load_optimizer_state(self._optimizer_state(), state)
+
+    def _begin(self, extraction: Extraction, optimizer: torch.optim.Optimizer) -> None:
+        """Set the optimizer's state to that before the first step, for the updated parameters."""
+        state = self._step.named_state()
+        for source in extraction.program.sources:
+            if source.role == "optimizer":
+                slot, _, name = source.name.partition(".")
+                optimizer.state[state[name]][slot] = torch.zeros_like(state[name])
+            elif source.role == "step_count":
+                optimizer.state[state[source.name]]["step"] = torch.zeros(())
+        self._updated = [
+            source.name if source.role == "optimizer" else f"step.{source.name}"
+            for source in extraction.program.sources
+            if source.role in ("optimizer", "step_count")
+        ]
+
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        if self._optimizer is None:
+            return {}
+        state = self._step.named_state()
+        slots = ((name, *name.partition(".")[::2]) for name in self._updated)
+        return {name: self._optimizer.state[state[owner]][slot] for name, slot, owner in slots}
+
+    def _group(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            raise ValueError('the placed step has no optimizer: give apply one, such as "adamw"')
+        group: dict[str, Any] = self._optimizer.param_groups[0]
+        return group
+
+
+def _torch_optimizer(step: Workload, optimizer: Optimizer) -> torch.optim.Optimizer:
+    """Return torch's fused optimizer of this kind for the parameters of a step."""
+    trained = {id(t): t for t in step.named_state().values() if t.requires_grad}
+    parameters, rate, decay = list(trained.values()), optimizer.learning_rate, optimizer.decay
+    if not optimizer.counts_steps:
+        momentum = optimizer.momentum if STATE[optimizer.kind] else 0.0
+        return torch.optim.SGD(
+            parameters, lr=rate, momentum=momentum, weight_decay=decay, fused=True
+        )
+    kind = torch.optim.AdamW if optimizer.kind == "adamw" else torch.optim.Adam
+    return kind(
+        parameters,
+        lr=rate,
+        betas=optimizer.betas,
+        eps=optimizer.epsilon,
+        weight_decay=decay,
+        fused=True,
+    )
