@@ -31,6 +31,7 @@ from envs.executors.torch.watchdog import ended_after
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import present
+from envs.hardware.host import is_synchronous
 from envs.hardware.torch_devices import CPU, is_out_of_memory, torch_device
 from envs.measured import Failure, Measured, TimedStep, simulated_peaks
 from envs.placement import Placement
@@ -79,6 +80,7 @@ class TorchRuntime:
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
     ) -> dict[str, OpCosts]:
         """Return the costs of calls alone, or of modules in context, which are never cached."""
+        cluster = _without_issued_launches(cluster)
         if self.call_graph is None:
             return torch_module_costs(self.extraction, cluster, progress=progress)
         costs = call_costs(self.extraction, self.call_graph, progress)
@@ -89,11 +91,12 @@ class TorchRuntime:
         if self.call_graph is None:
             return None
         costs = call_costs(self.extraction, self.call_graph)
-        return costs.known(first_of_kinds(cluster.devices))
+        return costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 
+        Its hosts overlap copies if this runtime does.
         The context of a CUDA device is not reserved: it is already allocated when free memory is
         queried.
         """
@@ -101,7 +104,8 @@ class TorchRuntime:
             replace(device, memory_bytes=_without_reserve_bytes(device))
             for device in cluster.devices
         )
-        return replace(cluster, devices=devices)
+        hosts = tuple(replace(host, overlap=self.overlap) for host in cluster.hosts)
+        return replace(cluster, devices=devices, hosts=hosts)
 
     def gradient_makers(self) -> Mapping[str, Sequence[str]]:
         """Return the calls that compute the gradients of each call's parameters."""
@@ -136,6 +140,22 @@ class TorchRuntime:
         return placed_module(
             self.extraction, self.calls, devices, fitting.priority, overlap=self.overlap
         )
+
+
+def _without_issued_launches(cluster: Cluster) -> Cluster:
+    """Return the cluster without the launches that occupy the thread of a host.
+
+    Times of calls in a row are the longer of launch and work, so a device of a host is occupied for
+    the whole of it: the launch of the next call is made meanwhile.
+    """
+    issued = {name for host in cluster.hosts for name in host.devices}
+    devices = tuple(
+        replace(device, launch_s=0.0)
+        if device.name in issued and not is_synchronous(device.name, device.kind)
+        else device
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=devices)
 
 
 def _without_reserve_bytes(device: Device) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from envs.hardware.cluster import Cluster, Device
+from envs.hardware.host import Host
 
 MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
@@ -22,6 +23,8 @@ MOST_CORES: Final = 8
 
 def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
     """Return a cluster of this machine's devices, without links and speeds.
+
+    Torch devices have a host, the thread of this process, if there is an accelerator.
 
     Args:
         names: comma-separated devices: ``cuda:N`` and ``cpu`` (all cores together), or ``core:N``
@@ -50,7 +53,15 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
             )
     shares = len(chosen) if is_core(chosen[0]) else 1
     devices = tuple(_device(name, limits.get(name), shares) for name in chosen)
-    return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
+    name = "this-machine:" + ",".join(chosen)
+    return Cluster(name=name, devices=devices, hosts=_hosts(chosen))
+
+
+def _hosts(names: Sequence[str]) -> tuple[Host, ...]:
+    """Return the thread that issues ops of torch devices; none for cores, or the CPU alone."""
+    if is_core(names[0]) or set(names) == {"cpu"}:
+        return ()
+    return (Host(devices=tuple(names)),)
 
 
 def present(names: Sequence[str]) -> Cluster:

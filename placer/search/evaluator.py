@@ -86,10 +86,17 @@ class Evaluator:
     ) -> Candidate:
         """Return one placement, (N,) each, as a candidate with read-only copies of the arrays.
 
-        A known ``cost`` is not computed again. ``name`` is displayed, by default that of the kind.
+        A known ``cost`` is not computed again. Otherwise, with hosts, ops that occupy their thread
+        may come after all that are launched, if that is faster. ``name`` is displayed, by default
+        that of the kind.
         """
         if cost is None:
-            cost = int(self.costs(devices[None], priority[None])[0])
+            orders = [priority]
+            if self.problem.hosts is not None and kind is not Kind.WARM_START:
+                orders.append(self._launches_first(devices, priority))
+            costs = self.costs(np.stack([devices] * len(orders)), np.stack(orders))
+            best = int(costs.argmin())
+            cost, priority = int(costs[best]), orders[best]
         own_devices, own_priority = devices.astype(np.int32), priority.astype(np.float64)
         own_devices.setflags(write=False)
         own_priority.setflags(write=False)
@@ -100,3 +107,12 @@ class Evaluator:
             priority=own_priority,
             step_ns=cost if cost < OVERFULL_NS else INFEASIBLE_NS,
         )
+
+    def _launches_first(self, devices: Ints, priority: Floats) -> Floats:
+        """Return priorities that order ops of synchronous devices after all others that are ready.
+
+        Ranks of list schedulers take devices for independent; an op of the CPU delays launches.
+        """
+        assert self.problem.hosts is not None
+        launched = ~self.problem.hosts.synchronous[devices]
+        return np.asarray(priority + launched * (np.ptp(priority) + 1.0))

@@ -241,8 +241,8 @@ def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
     for source in ("host", "b"):
         add_edge(graph, source, "after")
     add_edge(graph, "a", "b")
-    problem = Problem.of(GraphArrays.from_graph(graph), linked())
-    devices = np.array([1, 0, 0, 0], np.int32)
+    arrays, devices = GraphArrays.from_graph(graph), np.array([1, 0, 0, 0], np.int32)
+    problem = Problem.of(arrays, replace(linked(), hosts=()))
     schedule = Simulator(problem).run(devices, np.zeros(4))
     order = launch_order(problem, schedule)
     assert [problem.graph.ids[i] for i in order] == ["a", "b", "host", "after"]
@@ -250,6 +250,15 @@ def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
     priority[order] = -np.arange(4.0)
     again = Simulator(problem).run(devices, priority)
     assert again.start_ns.tolist() == schedule.start_ns.tolist()
+
+
+def test_with_a_host_ops_are_launched_as_simulated() -> None:
+    graph = new_graph("beside")
+    for name in "abc":
+        add_op(graph, name, cost_s={"*": 1e-3})
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    schedule = Simulator(problem).run(np.array([1, 0, 0], np.int32), np.array([2.0, 1.0, 3.0]))
+    assert launch_order(problem, schedule) == [2, 0, 1]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")

@@ -200,3 +200,27 @@ def test_torch_devices_keep_room_for_gaps_between_tensors() -> None:
     runtime = TorchRuntime(extract(tiny_models.conv_net()), pair())
     planned = runtime.planned(pair())
     assert planned.devices[0].memory_bytes == int((1 << 30) * (1 - FRAGMENTED_SHARE))
+
+
+# --- hosts
+
+
+def test_the_host_of_torch_devices_overlaps_copies_if_the_runtime_does() -> None:
+    extraction, cluster = extract(tiny_models.conv_net()), pair()
+    assert [host.devices for host in cluster.hosts] == [("vdev:0", "cpu")]
+    assert discover("cpu").hosts == discover("core:0,core:1").hosts == ()
+    for overlap in (False, True):
+        (host,) = TorchRuntime(extraction, cluster, overlap=overlap).planned(cluster).hosts
+        assert host.overlap is overlap
+
+
+def test_costs_on_a_host_are_whole_times_but_those_of_the_cpu() -> None:
+    cluster = pair()
+    launched = tuple(replace(device, launch_s=100.0) for device in cluster.devices)
+    cluster = replace(cluster, devices=launched)
+    runtime = TorchRuntime(extract(tiny_models.conv_net()), cluster)
+    costs = runtime.costs(cluster)
+    accelerator, cpu = (costs[device.kind].cost_s for device in cluster.devices)
+    assert accelerator.max() > 0 == cpu.max()
+    apart = runtime.costs(replace(cluster, hosts=()))
+    assert apart[cluster.devices[0].kind].cost_s.max() == 0

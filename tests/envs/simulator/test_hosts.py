@@ -32,6 +32,8 @@ from envs.simulator.max_load import loads_of
 from envs.simulator.schedule import issue_order, repeats
 from envs.simulator.trace import chrome_trace
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.candidate import Kind
+from placer.search.evaluator import Evaluator
 from tests.helpers.host_twin import twin_host_step, twin_issue_order
 from tests.helpers.simulator_cases import Case, problem_of, random_case, run, simulated_ns
 
@@ -315,3 +317,13 @@ def test_the_path_names_the_launches_of_the_thread() -> None:
         ("host busy", 30_000),
         ("compute", 31_000),
     ]
+
+
+def test_candidates_launch_before_ops_of_the_cpu_if_that_is_faster() -> None:
+    problem = Problem.of(GraphArrays.from_graph(ops({"a": 200.0, "b": 200.0})), machine())
+    devices, priority = np.array([CPU, GPU], np.int32), np.array([2.0, 1.0])
+    evaluator = Evaluator(problem)
+    assert evaluator.candidate(Kind.HEFT, devices, priority).step_ns == 210_000
+    existing = evaluator.candidate(Kind.WARM_START, devices, priority)
+    assert existing.step_ns == 410_000
+    assert existing.priority.tolist() == priority.tolist()
