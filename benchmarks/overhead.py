@@ -4,8 +4,9 @@
 
 A training step, forward and backward, of the plain and the placed model in turn, so that other load
 affects both. ``module`` runs all calls on the CPU in this process, as placements on torch devices
-do; ``workers`` runs all ops in the worker process of one core, gradients copied back included,
-against the plain model with one thread on that core.
+do; ``workers`` runs all ops in the worker process of one core, against the plain model with one
+thread on that core; ``step`` compares ``placed.step`` in a training loop on two cores, with torch's
+own optimizer, with the same placement as it is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from torch import nn
 import placer
 from benchmarks.record import Effort, Part, quartiles
 from benchmarks.tables import Table, spread
+from envs.core_runtime import SETTLE_S
+from envs.executors.cores.arena import load_example
+from envs.executors.cores.instruction_lists import device_lists
+from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.cores.pool import WorkerPool
 from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.discover import discover
 from graphs.extract import Workload, extract
 from graphs.workload import LossModule
 from placer.sources.target import load_step
@@ -42,9 +49,16 @@ BY_WORKERS: Final = {
     "two towers": f"{MODELS}/two_towers.py:build",
     "Inception-V3": f"{MODELS}/inception.py:build",
 }
-QUICK_PARTS: Final = ("module, ResNet", "workers, two towers")
+IN_LOOP: Final = {
+    "two towers": f"{MODELS}/two_towers.py:build",
+    "translation with attention": f"{MODELS}/nmt.py:build",
+    "NASNet": f"{MODELS}/nasnet.py:build",
+}
+QUICK_PARTS: Final = ("module, ResNet", "workers, two towers", "step, two towers")
 BAR: Final = 1.05
 """Largest ratio for calls in this process."""
+BLOCKS: Final = 8
+"""Blocks of ops that the two cores of ``step`` take in turn, so that tensors move between them."""
 
 
 def parts(effort: Effort) -> dict[str, Part]:
@@ -55,6 +69,8 @@ def parts(effort: Effort) -> dict[str, Part]:
         found[f"module, {name}"] = partial(in_process, name, target, pairs)
     for name, target in BY_WORKERS.items():
         found[f"workers, {name}"] = partial(by_workers, name, target, pairs)
+    for name, target in IN_LOOP.items():
+        found[f"step, {name}"] = partial(in_loop, name, target, pairs)
     if effort.level == "quick":
         return {name: found[name] for name in QUICK_PARTS}
     return found
@@ -100,6 +116,41 @@ def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Tab
         )
 
 
+def in_loop(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
+    """Compare ``placed.step`` between updates with the measured step of the same placement."""
+    extraction = extract(load_step(target, training=True))
+    step, program = extraction.step, extraction.program
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    cluster = discover(",".join(f"core:{core}" for core in cores))
+    groups = [data["colocate"] or op for op, data in extraction.graph.nodes(data=True)]
+    blocks = {
+        group: op * BLOCKS // len(groups) % len(cluster)
+        for op, group in reversed(list(enumerate(groups)))
+    }
+    devices, order = [blocks[group] for group in groups], range(program.op_count)
+    optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-6)
+
+    with (
+        PlacedModel(extraction, cluster, devices, order) as placed,
+        WorkerPool(program, cluster.devices) as pool,
+    ):
+        load_example(pool.arena, step)
+        number = pool.load(device_lists(program, devices, order, len(cluster)))
+
+        def measured() -> float:
+            time.sleep(SETTLE_S)
+            pool.run(number)
+            return pool.run(number).wall_s
+
+        def trained() -> float:
+            for _ in range(2):
+                seconds = timed(step.model, partial(placed.step, *step.inputs))
+                optimizer.step()
+            return seconds
+
+        return compared(f"{name}, placed.step / measured", measured, trained, pairs, found)
+
+
 def compared(
     name: str,
     plain: Callable[[], float],
@@ -114,8 +165,8 @@ def compared(
     found["placed_over_plain"] = statistics.median(ratios)
     return Table(
         "Overhead",
-        "a training step with everything on one device, in multiples of the plain model; calls in "
-        f"process: at most {BAR}",
+        "a training step with everything on one device, in multiples of the plain model (calls in "
+        f"process: at most {BAR}), or placed.step in multiples of the measured step",
         ("model", "placed / plain"),
         ((name, spread(ratios, ".2f")),),
     )

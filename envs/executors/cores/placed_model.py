@@ -68,6 +68,7 @@ class PlacedModel:
         self._outputs = extraction.outputs
         self._step = extraction.step
         self._slots: dict[str, torch.Tensor] = {}
+        self._results: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor] = {}
         lists = device_lists(self.program, devices, order, len(cluster))
         self._pool = WorkerPool(
@@ -84,9 +85,10 @@ class PlacedModel:
                 for source in self.program.sources
                 if source.role in STATE_ROLES
             }
+            self._results = [arena.result(index) for index in range(len(self.program.results))]
             self._gradients = {
-                result.name: arena.result(index)
-                for index, result in enumerate(self.program.results)
+                result.name: shared
+                for result, shared in zip(self.program.results, self._results, strict=True)
                 if result.role == "gradient"
             }
             if self._step.optimizer is not None:
@@ -205,6 +207,7 @@ class PlacedModel:
                     tensor.data = tensor.detach().clone()
         finally:
             self._slots.clear()
+            self._results.clear()
             self._gradients.clear()
             self._pool.close()
 
@@ -238,19 +241,23 @@ class PlacedModel:
     @torch.no_grad()
     def _take_results(self, state: Mapping[str, torch.Tensor]) -> Any:
         outputs: dict[int, torch.Tensor] = {}
-        for index, result in enumerate(self.program.results):
-            shared = self._pool.arena.result(index)
+        changed: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
+        for result, shared in zip(self.program.results, self._results, strict=True):
             match result.role:
                 case "output":
                     outputs[int(result.name)] = shared.clone()
                 case "state":
-                    state[result.name].copy_(shared)
+                    changed.append(state[result.name])
+                    new.append(shared)
                 case "gradient":
                     parameter = state[result.name]
                     if parameter.grad is None:
-                        parameter.grad = shared
+                        parameter.grad = shared.detach()  # the caller's: its .data may be replaced
                     else:
                         parameter.grad.add_(shared)
+        if changed:
+            torch._foreach_copy_(changed, new)
         return tree_map(
             lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
             self._outputs,

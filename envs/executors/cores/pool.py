@@ -78,6 +78,7 @@ class WorkerPool:
         self.step_timeout_s = step_timeout_s
         self.op_names = op_names
         self._lists: dict[int, tuple[tuple[Instruction, ...], ...]] = {}
+        self._receives: dict[int, list[NDArray[np.bool_]]] = {}
         self._number = 0
         self._holdings = Holdings()
         self._workers = self._holdings.workers
@@ -108,12 +109,15 @@ class WorkerPool:
         self._number += 1
         self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
         of_all = self._lists[self._number]
+        self._receives[self._number] = [
+            np.array([isinstance(i, Receive) for i in own], dtype=np.bool_) for own in of_all
+        ]
         self._ask([("load", {"number": self._number, "instructions": own}) for own in of_all])
         return self._number
 
     def unload(self, number: int) -> None:
         """Let every worker drop the list with this number."""
-        del self._lists[number]
+        del self._lists[number], self._receives[number]
         self._call("unload", number=number)
 
     def run(self, number: int) -> StepRun:
@@ -126,8 +130,8 @@ class WorkerPool:
         clocks = [np.frombuffer(answer.clock_ns, np.int64) for answer in answers]
         lists = self._lists[number]
         cpu_s = tuple(
-            np.where([isinstance(i, Receive) for i in instructions], 0.0, np.diff(clock) * 1e-9)
-            for instructions, clock in zip(lists, clocks, strict=True)
+            np.where(receives, 0.0, np.diff(clock) * 1e-9)
+            for receives, clock in zip(self._receives[number], clocks, strict=True)
         )
         active = [a for a, instructions in zip(answers, lists, strict=True) if instructions]
         first_ns = min(answer.start_ns for answer in active)

@@ -37,6 +37,8 @@ CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 RESET_PEAK: Final = "5"
 """Makes the kernel reset the peak of resident memory, see proc(5)."""
 
+WAKE_UP_NS: Final = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -109,8 +111,10 @@ class Worker:
         table, board, clock = compiled.table, self.position, self.clock
         stamps = array("q", bytes(8 * (len(compiled.steps) + 1)))
         self.signals.reset()
-        while time.perf_counter_ns() < start_ns:
-            pass
+        while (left_ns := start_ns - time.perf_counter_ns()) > 0:
+            # Sleeping leaves the core to the parent, which may not have told all workers yet.
+            if left_ns > WAKE_UP_NS:
+                time.sleep((left_ns - WAKE_UP_NS) * 1e-9)
         stamps[0] = clock()
         start_ns = time.perf_counter_ns()
         for position, step in enumerate(compiled.steps):

@@ -58,6 +58,20 @@ def test_gradients_in_shared_memory_are_cleared_and_added_up_as_torch_does(
     assert_same(state_of(step), state_of(twin))
 
 
+def test_gradients_whose_data_is_replaced_do_not_detach_those_of_later_steps() -> None:
+    step = tiny_models.conv_net()
+    with on_cores(extract(step)) as placed:
+        placed.step(*step.inputs)
+        expected = gradients_of(step)
+        for _ in range(2):
+            for parameter in step.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data = torch.zeros_like(parameter)
+                parameter.grad = None
+            placed.step(*step.inputs)
+            assert_same(gradients_of(step), expected)
+
+
 @pytest.fixture
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Return four devices; with fewer cores, their workers share the cores."""
