@@ -19,10 +19,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,onnx,bench,track,cluster]'
 	@touch $@
 
-demo: $(READY)  ## place Inception-V3 on two cores of this machine, really measured
+demo: $(READY)  ## place NASNet-A, and in one line Inception-V3, on two cores of this machine, really measured
 	@mkdir -p $(OUT)
-	$(BIN)/placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 30s \
+	$(BIN)/placer optimize graphs/models/nasnet.py:build --devices core:0,core:1 --budget 5s \
 		--out $(OUT)/placement.json --report $(OUT)/report.html
+	@printf '\nInception-V3. '
+	@$(BIN)/placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 2s --quiet \
+		--out $(OUT)/inception.json
 
 test: $(READY)  ## run the fast tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
