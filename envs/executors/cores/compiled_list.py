@@ -196,8 +196,9 @@ class CompiledList:
             case Give(result):
                 root = self.whole.get(result)
                 if root not in self.in_slot and root not in self.sent:
-                    names["slot"] = self.arena.result(result)
                     value = self.program.results[result].value if root is None else root
+                    given = self.arena.result(result) if root is None else self.arena.value(root)
+                    names["slot"] = given
                     lines.append(f"slot.copy_(V[{value}])")
         lines += [f"del V[{value}]" for value in dying]
         header = ", ".join(["V", *(f"{name}={name}" for name in names)])

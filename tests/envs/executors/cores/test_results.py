@@ -87,6 +87,24 @@ def test_a_result_that_was_sent_is_not_copied_again(monkeypatch: pytest.MonkeyPa
     assert_same(run(extraction, lists).output, extraction.step.model(*extraction.step.inputs))
 
 
+@pytest.mark.parametrize(
+    "view", [Tensor.t, Tensor.flatten, lambda y: y.view(3, 12), lambda y: y.unsqueeze(0)]
+)
+@pytest.mark.parametrize("count", [1, 2], ids=["here", "sent"])
+def test_a_result_may_be_a_view_of_what_was_computed(
+    view: Callable[[Tensor], Tensor], count: int
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x.exp()
+            return view(y), y.sum()
+
+    extraction = extract(Workload.of(Model(), torch.randn(6, 6), training=False))
+    devices = [op % count for op in range(extraction.program.op_count)]
+    lists = device_lists(extraction.program, devices, range(len(devices)), count)
+    assert_same(run(extraction, lists).output, extraction.step.model(*extraction.step.inputs))
+
+
 def test_equal_results_have_memory_of_their_own() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
