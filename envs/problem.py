@@ -9,7 +9,7 @@ compiled code. :func:`toy_problem` is a small problem for defaults, examples and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from envs.compiled import compiled_inline
 from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
-from envs.hardware.host import HostThreads
+from envs.hardware.host import Host, is_synchronous
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
 Bools = NDArray[np.bool_]
@@ -32,6 +32,44 @@ HORIZON_NS: Final = 1 << HORIZON_BITS
 """Upper bound on step times, 550 s."""
 LARGEST_TOTAL_BYTES: Final = 2.0**62
 """Limit on the bytes of all ops and edges, so that their sums stay within 63 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostThreads:
+    """The threads that issue the ops of D devices; a device that no host names has its own."""
+
+    thread: Ints  # (D,) of every device
+    launch_ns: Longs  # (D,) that an op occupies its thread; 0 on synchronous devices
+    synchronous: Bools  # (D,) an op occupies its thread until it ends
+    overlap: Bools  # (D,) copies from the device run beside its ops
+
+    @classmethod
+    def of(
+        cls,
+        hosts: Sequence[Host],
+        names: Sequence[str],
+        kinds: Sequence[str],
+        launch_s: Sequence[float],
+    ) -> HostThreads | None:
+        """Return the threads of devices, given by name, kind and launch; None without hosts."""
+        if not hosts:
+            return None
+        number = {name: k for k, host in enumerate(hosts) for name in host.devices}
+        launched = [
+            name in number and not is_synchronous(name, kind)
+            for name, kind in zip(names, kinds, strict=True)
+        ]
+        for name in names:
+            number.setdefault(name, len(number) + len(hosts))
+        threads = [number[name] for name in names]
+        overlapping = {name for host in hosts if host.overlap for name in host.devices}
+        launch_ns = np.rint(np.array(launch_s) * 1e9)
+        return cls(
+            thread=np.unique(threads, return_inverse=True)[1].astype(np.int32),
+            launch_ns=np.where(launched, launch_ns, 0).astype(np.int64),
+            synchronous=~np.array(launched),
+            overlap=np.array([name in overlapping for name in names]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Hosts: which devices share the thread that issues their ops, and what occupies it."""
+"""Hosts: which devices share the thread that issues their ops, and which ops occupy it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from graphs.text import suggestion
 
@@ -66,41 +63,3 @@ def is_synchronous(name: str, kind: str) -> bool:
     (True, False)
     """
     return "cpu" in (name, re.split("[:*]", kind)[0])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostThreads:
-    """The threads that issue the ops of D devices; a device that no host names has its own."""
-
-    thread: NDArray[np.int32]  # (D,) of every device
-    launch_ns: NDArray[np.int64]  # (D,) that an op occupies its thread; 0 on synchronous devices
-    synchronous: NDArray[np.bool_]  # (D,) an op occupies its thread until it ends
-    overlap: NDArray[np.bool_]  # (D,) copies from the device run beside its ops
-
-    @classmethod
-    def of(
-        cls,
-        hosts: Sequence[Host],
-        names: Sequence[str],
-        kinds: Sequence[str],
-        launch_s: Sequence[float],
-    ) -> HostThreads | None:
-        """Return the threads of devices, given by name, kind and launch; None without hosts."""
-        if not hosts:
-            return None
-        number = {name: k for k, host in enumerate(hosts) for name in host.devices}
-        launched = [
-            name in number and not is_synchronous(name, kind)
-            for name, kind in zip(names, kinds, strict=True)
-        ]
-        for name in names:
-            number.setdefault(name, len(number) + len(hosts))
-        threads = [number[name] for name in names]
-        overlapping = {name for host in hosts if host.overlap for name in host.devices}
-        launch_ns = np.rint(np.array(launch_s) * 1e9)
-        return cls(
-            thread=np.unique(threads, return_inverse=True)[1].astype(np.int32),
-            launch_ns=np.where(launched, launch_ns, 0).astype(np.int64),
-            synchronous=~np.array(launched),
-            overlap=np.array([name in overlapping for name in names]),
-        )
