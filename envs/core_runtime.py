@@ -31,7 +31,8 @@ from envs.executors.cores.instruction_lists import (
 )
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import WorkerPool
-from envs.executors.unplaced import UnplacedModel, with_threads
+from envs.executors.process_settings import with_threads
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import (
     core_set,

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from envs.executors.checks import checked_rate, load_optimizer_state, unpacked
+from envs.executors.process_settings import keep_freed_memory, with_threads
 from envs.executors.torch.placed_module import SHARED
 from graphs.extract import Extraction, Workload
 from graphs.extract.autocast import autocast
 from graphs.extract.eager import run_step
 from graphs.optimizer import STATE, Optimizer
-
-M_TRIM_THRESHOLD: Final = -1
-M_TOP_PAD: Final = -2
-M_MMAP_MAX: Final = -4
-KEPT_MEMORY: Final = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 << 20}
-"""Values of mallopt(3): allocate nothing by mmap, never return the end of the heap."""
-
-
-@cache
-def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory until this process ends, as the workers do.
-
-    By default glibc returns large blocks to the kernel, and every step pays page faults to get them
-    again: up to a third of its time. Return whether the C library can be told; only glibc can.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
-    return all(mallopt(parameter, value) == 1 for parameter, value in KEPT_MEMORY.items())
-
-
-@contextmanager
-def with_threads(count: int) -> Iterator[None]:
-    """Let torch compute with ``count`` threads in this context."""
-    before = torch.get_num_threads()
-    if before == count:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class UnplacedModel(nn.Module):
@@ -59,8 +24,8 @@ class UnplacedModel(nn.Module):
 
     Forward and backward pass are those of torch, in this process and with ``threads`` of torch's
     threads; parameters and buffers are those of the model. A step with an optimizer updates them
-    by torch's own, in its fused form, and leaves no gradients. Making one changes a setting of the
-    process, see :func:`keep_freed_memory`.
+    by torch's own, in its fused form, and leaves no gradients. Freed memory is kept, see
+    :func:`keep_freed_memory`.
 
     ``eval()`` of a training step makes it return what the model returns in eval mode, without
     gradients; a target may be given or left out. ``train()`` switches back.

@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from envs.executors.checks import checked_rate, load_optimizer_state, unpacked
-from envs.executors.cores.arena import begin_updates, count_update, load_batch
+from envs.executors.cores.arena import begin_updates
 from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.hand_over import HandOver
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import WorkerPool
-from envs.executors.state_devices import STATE_ROLES
 from envs.hardware.cluster import Cluster
 from graphs.extract import Extraction
-from graphs.extract.export.trace import Position
 
 
 class PlacedModel:
@@ -65,11 +63,8 @@ class PlacedModel:
         extraction.check_any_data()
         self.model = extraction.step.model
         self.program = extraction.program
-        self._outputs = extraction.outputs
         self._step = extraction.step
-        self._slots: dict[str, torch.Tensor] = {}
-        self._results: list[torch.Tensor] = []
-        self._gradients: dict[str, torch.Tensor] = {}
+        self._handed: HandOver | None = None
         lists = device_lists(self.program, devices, order, len(cluster))
         self._pool = WorkerPool(
             self.program,
@@ -79,21 +74,10 @@ class PlacedModel:
         )
         try:
             self._number = self._pool.load(lists)
-            arena = self._pool.arena
-            self._slots = {
-                source.name: arena.value(source.value)
-                for source in self.program.sources
-                if source.role in STATE_ROLES
-            }
-            self._results = [arena.result(index) for index in range(len(self.program.results))]
-            self._gradients = {
-                result.name: shared
-                for result, shared in zip(self.program.results, self._results, strict=True)
-                if result.role == "gradient"
-            }
             if self._step.optimizer is not None:
-                begin_updates(arena, self._step.optimizer.learning_rate)
-            self._share()
+                begin_updates(self._pool.arena, self._step.optimizer.learning_rate)
+            self._handed = HandOver(self._pool.arena, self._step, extraction.outputs)
+            self._handed.share()
         except BaseException:
             self.close()
             raise
@@ -118,14 +102,11 @@ class PlacedModel:
                 has another shape, dtype or device than when the model was placed.
             WorkerError: a worker died, hung, or could not run an op.
         """
-        if self._pool.closed:
+        if self._pool.closed or self._handed is None:
             raise WorkerError("the workers of this placed model have ended; place it again")
-        load_batch(self._pool.arena, self._step, *unpacked(self._step, batch, keywords))
-        state = self._share()
-        self._keep_gradients(state)
-        count_update(self._pool.arena)
+        self._handed.begin(*unpacked(self._step, batch, keywords))
         self._pool.run(self._number)
-        return self._take_results(state)
+        return self._handed.end()
 
     def peak_memory_bytes(self) -> dict[str, int]:
         """Return the peak resident memory of each device's worker so far, beyond its start.
@@ -199,70 +180,8 @@ class PlacedModel:
     def close(self) -> None:
         """End the workers; the model keeps its values, in memory of its own."""
         try:
-            state = self._step.named_state()
-            self._keep_gradients(state)
-            for name, slot in self._slots.items():
-                tensor = state.get(name)
-                if tensor is not None and tensor.data_ptr() == slot.data_ptr():
-                    tensor.data = tensor.detach().clone()
+            if self._handed is not None:
+                self._handed.close()
         finally:
-            self._slots.clear()
-            self._results.clear()
-            self._gradients.clear()
+            self._handed = None
             self._pool.close()
-
-    @torch.no_grad()
-    def _share(self) -> dict[str, torch.Tensor]:
-        """Return the model's state by name, all of it in the arena: the rest is copied in."""
-        state = self._step.named_state()
-        for name, first in self.program.ties.items():
-            if state.get(name) is not state.get(first):
-                raise ValueError(f"{name} and {first} are no longer one tensor: place it again")
-        for name, slot in self._slots.items():
-            tensor = state.get(name)
-            if tensor is None:
-                raise ValueError(f"the model no longer has {name}: place it again")
-            if tensor.data_ptr() == slot.data_ptr() and tensor.stride() == slot.stride():
-                continue
-            now, then = _form(tensor), _form(slot)
-            if now != then:
-                raise ValueError(f"{name} is now {now}, the placement was made for {then}")
-            slot.copy_(tensor.clone())  # it may be another view of the slot's own memory
-            tensor.data = slot
-        return state
-
-    def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Clone gradients that still lie in the arena; the next step would overwrite them."""
-        for name, shared in self._gradients.items():
-            gradient = state[name].grad if name in state else None
-            if gradient is not None and gradient.data_ptr() == shared.data_ptr():
-                state[name].grad = gradient.clone()
-
-    @torch.no_grad()
-    def _take_results(self, state: Mapping[str, torch.Tensor]) -> Any:
-        outputs: dict[int, torch.Tensor] = {}
-        changed: list[torch.Tensor] = []
-        new: list[torch.Tensor] = []
-        for result, shared in zip(self.program.results, self._results, strict=True):
-            match result.role:
-                case "output":
-                    outputs[int(result.name)] = shared.clone()
-                case "state":
-                    changed.append(state[result.name])
-                    new.append(shared)
-                case "gradient":
-                    parameter = state[result.name]
-                    if parameter.grad is None:
-                        parameter.grad = shared.detach()  # the caller's: its .data may be replaced
-                    else:
-                        parameter.grad.add_(shared)
-        if changed:
-            torch._foreach_copy_(changed, new)
-        return tree_map(
-            lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
-            self._outputs,
-        )
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.hand_over import HandOver
 from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.cores.pool import WorkerPool
 from envs.executors.cores.processes import WorkerProcess
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import discover
@@ -218,18 +220,23 @@ def test_placed_models_that_are_dropped_leave_no_worker_and_no_descriptor() -> N
 def test_workers_end_when_placing_fails_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     step = tiny_models.conv_net()
     extraction = extract(step)
-    started: list[PlacedModel] = []
+    started: list[WorkerPool] = []
+    start = WorkerPool.__init__
 
-    def interrupted(self: PlacedModel) -> dict[str, torch.Tensor]:
+    def recorded(self: WorkerPool, *args: Any, **keywords: Any) -> None:
         started.append(self)
+        start(self, *args, **keywords)
+
+    def interrupted(self: HandOver) -> None:
         next(iter(self._slots.values())).zero_()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PlacedModel, "_share", interrupted)
     before = state_of(step)
+    monkeypatch.setattr(HandOver, "share", interrupted)
+    monkeypatch.setattr(WorkerPool, "__init__", recorded)
     with pytest.raises(KeyboardInterrupt):
         on_cores(extraction)
-    assert started[0]._pool.closed
+    assert started[0].closed
     assert_same(state_of(step), before)
 
 

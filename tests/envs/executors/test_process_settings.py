@@ -15,7 +15,7 @@ from tests.helpers.folders import ROOT
 PROBE: Final = """
 import ctypes
 import torch
-from envs.executors.unplaced import keep_freed_memory
+from envs.executors.process_settings import keep_freed_memory
 
 torch.set_num_threads(1)
 

@@ -1,0 +1,136 @@
+"""Hand-over of a step between a model and the workers: batch and state in, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from envs.executors.cores.arena import Arena, count_update, load_batch
+from envs.executors.process_settings import with_threads
+from envs.executors.state_devices import STATE_ROLES
+from graphs.extract import Workload
+from graphs.extract.export.trace import Position
+
+
+class HandOver:
+    """What the model's process does before and after the workers run a step.
+
+    It computes on one thread: torch's others would wait for more work on the cores of the workers.
+    """
+
+    def __init__(self, arena: Arena, step: Workload, outputs: Any) -> None:
+        """Find the places of the model's state and of the results.
+
+        Args:
+            arena: the memory that the workers share.
+            step: the step of the model.
+            outputs: what the model returns, with a Position for every tensor.
+        """
+        self.program = arena.program
+        self._arena = arena
+        self._step = step
+        self._outputs = outputs
+        self._slots = {
+            source.name: arena.value(source.value)
+            for source in self.program.sources
+            if source.role in STATE_ROLES
+        }
+        self._results = [arena.result(index) for index in range(len(self.program.results))]
+        self._gradients = {
+            result.name: shared
+            for result, shared in zip(self.program.results, self._results, strict=True)
+            if result.role == "gradient"
+        }
+        self._state: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Move parameters and buffers into the arena, as the same objects: new ones are copied.
+
+        Raises:
+            ValueError: a parameter or buffer is gone, or has another shape, dtype or device than
+                when the model was placed.
+        """
+        state = self._step.named_state()
+        for name, first in self.program.ties.items():
+            if state.get(name) is not state.get(first):
+                raise ValueError(f"{name} and {first} are no longer one tensor: place it again")
+        for name, slot in self._slots.items():
+            tensor = state.get(name)
+            if tensor is None:
+                raise ValueError(f"the model no longer has {name}: place it again")
+            if tensor.data_ptr() == slot.data_ptr() and tensor.stride() == slot.stride():
+                continue
+            now, then = _form(tensor), _form(slot)
+            if now != then:
+                raise ValueError(f"{name} is now {now}, the placement was made for {then}")
+            slot.copy_(tensor.clone())  # it may be another view of the slot's own memory
+            tensor.data = slot
+        self._state = state
+
+    def begin(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Hand over a batch and the state; the step can then be run.
+
+        Raises:
+            ValueError: the batch does not match the example inputs, or as for :meth:`share`.
+        """
+        with with_threads(1):
+            load_batch(self._arena, self._step, inputs, keywords)
+            self.share()
+            self._keep_gradients(self._state)
+            count_update(self._arena)
+
+    @torch.no_grad()
+    def end(self) -> Any:
+        """Take the results of the step: state, gradients, and the outputs, which are returned."""
+        outputs: dict[int, torch.Tensor] = {}
+        changed: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
+        with with_threads(1):
+            for result, shared in zip(self.program.results, self._results, strict=True):
+                match result.role:
+                    case "output":
+                        outputs[int(result.name)] = shared.clone()
+                    case "state":
+                        changed.append(self._state[result.name])
+                        new.append(shared)
+                    case "gradient":
+                        parameter = self._state[result.name]
+                        if parameter.grad is None:
+                            # The caller's own tensor: its .data may be replaced.
+                            parameter.grad = shared.detach()
+                        else:
+                            parameter.grad.add_(shared)
+            if changed:
+                torch._foreach_copy_(changed, new)
+        return tree_map(
+            lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
+            self._outputs,
+        )
+
+    def close(self) -> None:
+        """Give the model memory of its own again; safe to call twice."""
+        state = self._step.named_state()
+        self._keep_gradients(state)
+        for name, slot in self._slots.items():
+            tensor = state.get(name)
+            if tensor is not None and tensor.data_ptr() == slot.data_ptr():
+                tensor.data = tensor.detach().clone()
+        self._state = {}
+        self._slots.clear()
+        self._results.clear()
+        self._gradients.clear()
+
+    def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Clone gradients that still lie in the arena; the next step would overwrite them."""
+        for name, shared in self._gradients.items():
+            gradient = state[name].grad if name in state else None
+            if gradient is not None and gradient.data_ptr() == shared.data_ptr():
+                state[name].grad = gradient.clone()
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

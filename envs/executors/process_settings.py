@@ -1,0 +1,45 @@
+"""Settings of this process that decide how fast torch computes in it: threads, and freed memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Final
+
+import torch
+
+M_TRIM_THRESHOLD: Final = -1
+M_TOP_PAD: Final = -2
+M_MMAP_MAX: Final = -4
+KEPT_MEMORY: Final = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 << 20}
+"""Values of mallopt(3): allocate nothing by mmap, never return the end of the heap."""
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let the C library keep freed memory until this process ends, as the workers do.
+
+    By default glibc returns large blocks to the kernel, and every step pays page faults to get them
+    again: up to a third of its time. Return whether the C library can be told; only glibc can.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return all(mallopt(parameter, value) == 1 for parameter, value in KEPT_MEMORY.items())
+
+
+@contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """Let torch compute with ``count`` threads in this context."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
