@@ -7,8 +7,10 @@ beta, ``1 / bandwidth_bytes_per_s``. Links are full duplex, and adding takes no 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 
@@ -43,6 +45,49 @@ class AllReduce:
     algorithm: str
     seconds: float
     by_level: tuple[str, ...] = ()  # innermost first
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAllReduce:
+    """All-reduces of a backend between ranks of one machine, as measured.
+
+    ``times`` are (ranks, bytes, seconds), in ascending order; every number of ranks has at least
+    two sizes.
+    """
+
+    backend: str
+    times: tuple[tuple[int, int, float], ...]
+
+    def __post_init__(self) -> None:
+        counts = Counter(count for count, _, _ in self.times)
+        if list(self.times) != sorted(self.times) or min(counts.values(), default=0) < 2:
+            raise ValueError("measured all-reduces need two sizes in ascending order")
+        if min(self.times)[0] < 2 or any(not 0 < time_s < math.inf for *_, time_s in self.times):
+            raise ValueError("measured all-reduces need two or more ranks and times above 0")
+        if any(a[:2] == b[:2] for a, b in pairwise(self.times)):
+            raise ValueError("a size of measured all-reduces is given twice")
+
+    def seconds(self, size_bytes: float, ranks: int) -> float:
+        """Return the seconds of an all-reduce of a size over a number of ranks.
+
+        Between two sizes, and beyond the last, times are linear in bytes; below the first they are
+        its time. A number of ranks that was not measured takes as long as the next larger one, and
+        beyond the largest as much longer as a ring sends more bytes.
+
+        >>> times = ((2, 1000, 1e-3), (2, 2000, 1.5e-3))
+        >>> MeasuredAllReduce("gloo", times).seconds(3000, 2)
+        0.002
+        """
+        if ranks < 2:
+            return 0.0
+        counts = sorted({count for count, _, _ in self.times})
+        count = next((count for count in counts if count >= ranks), counts[-1])
+        points = [(size, time_s) for n, size, time_s in self.times if n == count]
+        spans = list(pairwise(points))
+        (low, low_s), (high, high_s) = next((s for s in spans if s[1][0] >= size_bytes), spans[-1])
+        share = max((size_bytes - low) / (high - low), 0.0)
+        time_s = low_s + share * (high_s - low_s)
+        return time_s * (1 - 1 / ranks) / (1 - 1 / count) if ranks > count else time_s
 
 
 def ring_s(size_bytes: float, level: Level) -> float:

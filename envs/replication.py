@@ -17,6 +17,7 @@ from envs.collectives import (
     PAYLOADS,
     AllReduce,
     Level,
+    MeasuredAllReduce,
     all_reduce,
     cheapest_all_reduce,
 )
@@ -158,10 +159,22 @@ class Replication:
         times = replicas * self.accumulate if self.batch == "per-replica" else 1
         return (self.samples or 1) * times
 
-    def all_reduce(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
-        """Return the all-reduce of a bucket over a network, given as levels, innermost first."""
+    def all_reduce(
+        self,
+        size_bytes: int,
+        levels: Sequence[Level],
+        measured: MeasuredAllReduce | None = None,
+    ) -> AllReduce:
+        """Return the all-reduce of a bucket over a network, given as levels, innermost first.
+
+        Rings take the times of the backend that runs them where these were ``measured``, and
+        backends choose rings.
+        """
         sent_bytes = size_bytes * PAYLOADS[self.payload]
-        if self.reduction == AUTO:
+        if measured is not None and self.reduction in (AUTO, "ring"):
+            ranks = math.prod(level.ranks for level in levels)
+            reduction = AllReduce(algorithm="ring", seconds=measured.seconds(sent_bytes, ranks))
+        elif self.reduction == AUTO:
             reduction = cheapest_all_reduce(sent_bytes, levels)
         else:
             reduction = all_reduce(self.reduction, sent_bytes, levels)

@@ -10,8 +10,8 @@ from typing import Final
 
 from graphs.text import escaped
 
-SPEEDS: Final = ("cores-", "torch-")
-"""Prefixes of calibration file names, see envs/costs/calibrate.py."""
+SPEEDS: Final = ("cores-*.toml", "torch-*.toml", "collectives-*.json")
+"""Names of calibration files, see envs/costs/calibrate.py and placer/parallel/collectives.py."""
 
 
 NOWHERE: Final = Path(os.devnull)
@@ -56,5 +56,5 @@ def processor() -> str:
 
 
 def speed_files() -> list[Path]:
-    """Return the calibration files of devices and links, see envs/costs/calibrate.py."""
-    return sorted(path for start in SPEEDS for path in cache_folder().glob(f"{start}*.toml"))
+    """Return the calibration files of devices, links and collectives."""
+    return sorted(path for name in SPEEDS for path in cache_folder().glob(name))

@@ -88,7 +88,7 @@ def replicated(
     buckets = buckets_of(slots[joined], sizes[joined], ready[joined], cap_bytes=cap_bytes)
     cost = cache(how.all_reduce)
     reductions = tuple(
-        (size, cost(size, networks[slot].levels))
+        (size, cost(size, networks[slot].levels, networks[slot].measured))
         for slot, size in zip(buckets.slot.tolist(), buckets.size_bytes.tolist(), strict=True)
     )
     duration_ns = np.array(

@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.collectives import Level
+from envs.collectives import Level, MeasuredAllReduce
 from envs.problem import NO_QUEUE, Problem
 
 NOMINAL_BYTES: Final = 25 << 20
@@ -127,6 +127,7 @@ class SlotNetwork:
 
     levels: tuple[Level, ...]  # none for a single replica
     queues: frozenset[int]  # used by transfers between them
+    measured: MeasuredAllReduce | None = None  # of the backend that reduces over them
 
     def repeated(self, factor: int) -> SlotNetwork:
         """Return the network with ``factor`` times as many ranks at the outermost level."""
@@ -135,15 +136,28 @@ class SlotNetwork:
         return replace(self, levels=(*inner, larger))
 
 
-def slot_networks(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[SlotNetwork, ...]:
-    """Return the networks of all slots, for replicas on these groups of equal size."""
-    return tuple(_slot_network(problem, devices) for devices in zip(*groups, strict=True))
+def slot_networks(
+    problem: Problem,
+    groups: Sequence[Sequence[int]],
+    measured: MeasuredAllReduce | None = None,
+) -> tuple[SlotNetwork, ...]:
+    """Return the networks of all slots, for replicas on these groups of equal size.
+
+    ``measured`` are the all-reduces of the backend that runs them, where they are known.
+    """
+    return tuple(_slot_network(problem, devices, measured) for devices in zip(*groups, strict=True))
 
 
-def _slot_network(problem: Problem, devices: Sequence[int]) -> SlotNetwork:
+def _slot_network(
+    problem: Problem, devices: Sequence[int], measured: MeasuredAllReduce | None
+) -> SlotNetwork:
     pairs = np.ix_(devices, devices)
     queues = {*problem.queue[pairs].ravel().tolist(), *problem.second_queue[pairs].ravel().tolist()}
-    return SlotNetwork(levels=levels_of(problem, devices), queues=frozenset(queues - {NO_QUEUE}))
+    return SlotNetwork(
+        levels=levels_of(problem, devices),
+        queues=frozenset(queues - {NO_QUEUE}),
+        measured=measured,
+    )
 
 
 def replica_groups(problem: Problem, size: int) -> list[list[Block]]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from graphs.extract import Workload
-from placer.replicate.sources import part_of_batch
+from placer.sources.batches import part_of_batch
 
 Batch: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional inputs and keywords of a training step, including the target of its loss."""

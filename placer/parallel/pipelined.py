@@ -30,7 +30,7 @@ from placer.exports.pipelining import pipeline_stages
 from placer.exports.placed_modules import PlacedModules
 from placer.parallel.methods.registry import SyncConfig
 from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
-from placer.replicate.sources import part_of_batch
+from placer.sources.batches import part_of_batch
 
 REPLICAS: Final = "dp"
 STAGES: Final = "place"

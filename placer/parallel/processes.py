@@ -6,7 +6,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -55,13 +55,14 @@ def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _connected(timeout_s, is_master=rank == 0 and not has_agent)
         second = _connected(timeout_s, is_master=False)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=store,
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with batch_threads():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
     yield second
     dist.destroy_process_group()
 
@@ -78,6 +79,23 @@ def _connected(timeout_s: float, *, is_master: bool) -> Store:
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # as before
+
+
+@contextmanager
+def batch_threads() -> Iterator[None]:
+    """Let threads that start in this context have the scheduling policy for batch work.
+
+    Without it the kernel interrupts gloo's threads for one another at every message, which doubles
+    the time of an all-reduce between ranks that share their cores with them.
+    """
+    before = os.sched_getscheduler(0)
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def stop_on_sigterm() -> None:
@@ -136,12 +154,13 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
     whole = dist.group.WORLD
     assert whole is not None, "there is no process group yet"
     limit = whole._get_backend(wire_device(whole)).options._timeout
-    made: dist.ProcessGroup = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=limit,
-        backend=backend,
-        use_local_synchronization=ranks is not None,
-    )
+    with batch_threads():
+        made: dist.ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks),
+            timeout=limit,
+            backend=backend,
+            use_local_synchronization=ranks is not None,
+        )
     return made
 
 

@@ -31,7 +31,7 @@ from placer.parallel.processes import (
     stop_on_sigterm,
 )
 from placer.parallel.training import Checkpoint, Replica, Trained, train
-from placer.replicate.sources import batch_size, with_part_of_inputs
+from placer.sources.batches import batch_size, with_part_of_inputs
 from placer.sources.target import load_function, load_step
 
 

@@ -88,9 +88,12 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
     if best.replicas > 1 and requested.payload != "fp32" and requested.coding_bytes_per_s is None:
         yield f"Encoding and decoding {requested.payload} gradients is assumed to take no time."
     if best.replicas > 1 and not reduces_in_backward(plan.problem.cluster):
+        how = "at the speed of their links; gloo is slower"
+        if (measured := plan.collectives) is not None:
+            how = f"with all-reduces of {measured.backend} as measured between these cores"
         yield (
             "Pinned cores deliver all gradients at the end, so no communication is hidden. It is "
-            "simulated at the speed of their links; gloo is slower."
+            f"simulated {how}."
         )
     if idle := plan.problem.device_count - best.devices:
         yield f"{idle} of {plan.problem.device_count} devices are left idle."

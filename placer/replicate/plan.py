@@ -16,13 +16,13 @@ from typing import Final, TypeAlias
 
 import networkx as nx
 
+from envs.collectives import MeasuredAllReduce
 from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.topology import Block, replica_groups, slot_networks
 from envs.replication import Replication
-from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError
 from placer.interrupt import Interrupt
@@ -31,10 +31,11 @@ from placer.pipeline import grouped, optimize_problem
 from placer.progress import Progress, Silent
 from placer.replicate.result import ReplicaPlan, Split
 from placer.replicate.simulation import Scaling, Variant, variants
-from placer.replicate.sources import StepSource, batch_size
+from placer.replicate.sources import StepSource
 from placer.result import Result
 from placer.search.compilation import load_compiled_code
 from placer.search.request import Budget
+from placer.sources.batches import batch_size
 
 MOST_REPLICAS: Final = 16
 Search: TypeAlias = tuple[int, Block]
@@ -106,11 +107,13 @@ class _Planner:
     arrays: dict[int, GraphArrays] = field(default_factory=dict)
     searched: dict[Search, _Searched] = field(default_factory=dict)
     search_s: float = 0.0
+    collectives: MeasuredAllReduce | None = None  # between ranks on the devices, if measured
 
     def plan(self) -> ReplicaPlan:
         cost_source = self._graph(1).graph["cost_source"]
         problem = Problem.of(self.arrays[1], self.source.whole.cluster)
         planned = list(self._planned(problem))
+        self.collectives = self.source.collectives()
         self.progress.stage(loading_stage())
         load_compiled_code()
         searches = list(dict.fromkeys(each.search for each in planned))
@@ -133,6 +136,7 @@ class _Planner:
             search_s=self.search_s,
             extraction=self.source.whole.extraction,
             cost_source=cost_source,
+            collectives=self.collectives,
         )
 
     def _graph(self, parts: int) -> nx.DiGraph[str]:
@@ -228,16 +232,11 @@ class _Planner:
             graph = self._graph(parts)
             problem = Problem.of(self.arrays[parts], cluster.part(group))
             result = optimize_problem(problem, config, progress, coarse=grouped(graph, config))
-            plans = variants(problem, result, self._gradients(problem.graph))
+            plans = variants(problem, result, self.source.gradients(problem.graph))
         except (PlacementError, ValueError) as error:
             return _Searched(why=str(error))
         self.search_s += result.search_s
         return _Searched(result, plans)
-
-    def _gradients(self, graph: GraphArrays) -> Gradients:
-        if not self.source.trains:
-            return no_gradients()
-        return gradients_of(graph, self.source.gradient_makers)
 
     def _split(self, problem: Problem, planned: _Groups) -> Split:
         searched, names = self.searched[planned.search], problem.cluster.names
@@ -250,7 +249,7 @@ class _Planner:
         if searched.result is None:
             return split
         try:
-            networks = slot_networks(problem, planned.groups)
+            networks = slot_networks(problem, planned.groups, self.collectives)
         except ValueError as error:
             return replace(split, why=str(error))
         plans = searched.variants if split.replicas > 1 else searched.variants[:1]
@@ -265,7 +264,9 @@ class _Planner:
         return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
 
     def _scaling(self, problem: Problem) -> Scaling:
-        return Scaling(problem, self.replication, self.graphs, self._gradients)
+        return Scaling(
+            problem, self.replication, self.graphs, self.source.gradients, self.collectives
+        )
 
 
 def _share(budget: Budget, several: int) -> Budget:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.collectives import HIERARCHICAL
+from envs.collectives import HIERARCHICAL, MeasuredAllReduce
 from envs.problem import Problem
 from envs.replicas.reductions import ReplicatedStep
 from envs.replicas.step import ReplicaStep
@@ -102,6 +102,7 @@ class ReplicaPlan:
     search_s: float
     extraction: Extraction | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)
+    collectives: MeasuredAllReduce | None = None  # if measured; else those of the links
 
     @property
     def best(self) -> Split:

@@ -14,6 +14,7 @@ from typing import Final
 import networkx as nx
 import numpy as np
 
+from envs.collectives import MeasuredAllReduce
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator, ReplicaStep
@@ -101,6 +102,7 @@ class Scaling:
     replication: Replication
     graphs: Mapping[int, nx.DiGraph[str]]  # by parts of the batch
     gradients: Callable[[GraphArrays], Gradients]
+    measured: MeasuredAllReduce | None = None
 
     def one_samples_per_s(self, split: Split) -> float:
         """Return the throughput of a single replica."""
@@ -114,8 +116,9 @@ class Scaling:
         size, most = len(group), len(alike)
         powers = [1 << k for k in range(CURVE_DEVICES.bit_length())]
         for r in sorted({r for r in powers if r < most} | {most}):
-            yield self._point(split, r, slot_networks(self.problem, alike[:r]))
-        networks = slot_networks(self.problem, alike)
+            networks = slot_networks(self.problem, alike[:r], self.measured)
+            yield self._point(split, r, networks)
+        networks = slot_networks(self.problem, alike, self.measured)
         last = -(-CURVE_DEVICES // (size * most)) if most > 1 else 1
         for factor in sorted({factor for factor in (*powers, last) if 1 < factor <= last}):
             repeated = [network.repeated(factor) for network in networks]

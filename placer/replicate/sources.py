@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
+from envs.collectives import MeasuredAllReduce
+from envs.hardware.discover import is_core
 from graphs.costs import with_part_of_batch
+from graphs.gradients import Gradients, gradients_of, no_gradients
+from graphs.graph import GraphArrays
 from placer.evaluation import costed_step
 from placer.job import Job
 from placer.progress import Progress
-
-if TYPE_CHECKING:
-    import torch
-
-    from graphs.extract import Workload
+from placer.sources.batches import with_part_of_inputs
 
 
 class StepSource:
@@ -40,6 +40,29 @@ class StepSource:
         """Return {op with parameters: ops that compute their gradients}, as far as known."""
         return {} if self.whole.runtime is None else self.whole.runtime.gradient_makers()
 
+    def gradients(self, graph: GraphArrays) -> Gradients:
+        """Return the gradients of the step, none without training."""
+        return gradients_of(graph, self.gradient_makers) if self.trains else no_gradients()
+
+    def collectives(self) -> MeasuredAllReduce | None:
+        """Return the all-reduces between ranks on the devices, measured or cached.
+
+        None where no rank of this machine reduces gradients on pinned cores, or if they cannot be
+        started.
+        """
+        names = self.whole.cluster.names
+        if not (self.whole.can_run and self.trains and self.job.search.measure):
+            return None
+        if len(names) < 2 or not all(map(is_core, names)):
+            return None
+        from placer.parallel.collectives import core_collectives
+        from placer.parallel.local_ranks import RankError
+
+        self.progress.stage("Calibrating reductions")
+        with suppress(RankError, OSError):
+            return core_collectives(names, fresh=self.job.fresh)
+        return None
+
     def graph(self, parts: int) -> nx.DiGraph[str]:
         """Return the graph for one of ``parts`` equal parts of the batch."""
         if parts == 1:
@@ -60,54 +83,3 @@ class StepSource:
             raise ValueError(
                 f"The step cannot be extracted with one of {parts} parts of its batch: {error}"
             ) from error
-
-
-def batch_size(step: Workload) -> int | None:
-    """Return the first dimension that all input tensors share, None if they differ."""
-    sizes: set[int] = set()
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.update(tensor.shape[:1])
-        return tensor
-
-    _mapped((step.inputs, dict(step.keywords)), add)
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def with_part_of_inputs(step: Workload, parts: int) -> Workload | None:
-    """Return the step on the first of ``parts`` equal parts of its batch; None if not divisible.
-
-    The batch is the first dimension of all inputs, see :func:`batch_size`.
-    """
-    size = batch_size(step)
-    if size is None or size % parts:
-        return None
-    inputs, keywords = part_of_batch((step.inputs, dict(step.keywords)), parts)
-    return replace(step, inputs=inputs, keywords=keywords)
-
-
-def part_of_batch(values: Any, parts: int, index: int = 0) -> Any:
-    """Return one of equal parts of all tensors in nested values, along their first dimension.
-
-    Tensors without dimensions are the same in every part.
-    """
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.ndim:
-            return tensor
-        size, rest = divmod(len(tensor), parts)
-        if rest or not size:
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} in a batch cannot be cut into {parts} "
-                "equal parts"
-            )
-        return tensor[index * size : (index + 1) * size]
-
-    return _mapped(values, cut)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    from torch import Tensor
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(Tensor, change, value)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from envs.collectives import (
     ALGORITHMS,
     Level,
+    MeasuredAllReduce,
     all_reduce,
     cheapest_all_reduce,
     double_tree_s,
@@ -332,3 +333,30 @@ def test_a_level_out_of_range_is_refused(field: str, value: float) -> None:
     valid: dict[str, Any] = {"ranks": 2, "latency_s": 0.0, "bandwidth_bytes_per_s": 1e9, "ports": 1}
     with pytest.raises(ValueError, match=field):
         Level(**{**valid, field: value})
+
+
+TIMES = ((2, 100, 1.0), (2, 300, 2.0), (4, 100, 3.0), (4, 200, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "ranks", "seconds"),
+    [
+        *((5, 1, 0.0), (5, 2, 1.0), (100, 2, 1.0), (200, 2, 1.5), (300, 2, 2.0), (500, 2, 3.0)),
+        *((100, 3, 3.0), (150, 4, 4.0)),
+        (100, 8, 3.0 * (7 / 8) / (3 / 4)),  # a ring of 8 sends 7/8 of the bytes twice, one of 4 3/4
+    ],
+)
+def test_measured_times_are_linear_between_sizes(
+    size_bytes: int, ranks: int, seconds: float
+) -> None:
+    assert MeasuredAllReduce("gloo", TIMES).seconds(size_bytes, ranks) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [(), TIMES[:1], TIMES[::-1], TIMES[:3], ((1, 1, 1.0), (1, 2, 1.0)), ((2, 1, 0.0), (2, 2, 1.0)),
+     ((2, 1, 1.0), (2, 1, 2.0))],
+)  # fmt: skip
+def test_measured_times_are_checked(times: tuple[tuple[int, int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="measured all-reduces"):
+        MeasuredAllReduce("gloo", times)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
+from envs.collectives import MeasuredAllReduce
 from envs.hardware.cluster import Cluster
 from envs.placement import Placement
 from envs.problem import Problem
@@ -124,6 +125,21 @@ def test_two_replicas_by_hand() -> None:
     assert one_bucket.end_ns.tolist() == found.end_ns.tolist()  # gradients are never split
     two_buckets = replicated(step, slot_networks(pair, [[0], [1]]), RING)  # 20 MB, then 10
     assert two_buckets.end_ns.tolist() == [27e6, 37e6]
+
+
+def test_rings_take_the_measured_times_of_the_backend_where_there_are_any() -> None:
+    """Gradients of 30 MB; 10 MB in 4 ms and 20 MB in 6 ms make 8 ms, half of the bytes 5 ms."""
+    step = step_of(Problem.of(training_step(), nodes(1, 1)))
+    pair = Problem.of(training_step(), nodes(2, 1, across_bytes_per_s=1e9))
+    measured = MeasuredAllReduce("gloo", ((2, 10 * MB, 4e-3), (2, 20 * MB, 6e-3)))
+    networks = slot_networks(pair, [[0], [1]], measured)
+
+    def communication_s(**how: Any) -> float:
+        return replicated(step, networks, Replication(bucket_bytes=30 * MB, **how)).communication_s
+
+    assert communication_s() == communication_s(reduction="ring") == pytest.approx(8e-3)
+    assert communication_s(payload="fp16") == pytest.approx(5e-3)
+    assert communication_s(reduction="tree") == pytest.approx(60e-3)  # up and down at 1 GB/s
 
 
 def test_updates_come_after_all_reductions_though_the_placement_has_them_early() -> None:
