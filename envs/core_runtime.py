@@ -23,6 +23,7 @@ from envs.costs.ops import core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError, once_more
+from envs.executors.cores.hand_over import HandOver
 from envs.executors.cores.instruction_lists import (
     Instruction,
     cpu_clock_s,
@@ -30,7 +31,7 @@ from envs.executors.cores.instruction_lists import (
     priority_order,
 )
 from envs.executors.cores.placed_model import PlacedModel
-from envs.executors.cores.pool import WorkerPool
+from envs.executors.cores.pool import LEAD_NS, WorkerPool
 from envs.executors.process_settings import with_threads
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
@@ -43,7 +44,16 @@ from envs.hardware.discover import (
     present,
 )
 from envs.hardware.torch_devices import is_out_of_memory
-from envs.measured import DevicesLostError, Failure, LoadedStep, Measured, TimedStep
+from envs.measured import (
+    LONG_STEP_S,
+    TURN_S,
+    DevicesLostError,
+    Failure,
+    LoadedStep,
+    Measured,
+    TimedStep,
+    turn,
+)
 from envs.measurement import MemoryExcess
 from envs.placement import Placement
 from envs.problem import Problem
@@ -52,15 +62,13 @@ from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
 from graphs.extract.placeable import gradient_makers
 from graphs.graph import GraphArrays
-from graphs.workload import step_copy
+from graphs.workload import Workload, step_copy
 
-MEASURED_S: Final = 1.5
-FEWEST_ROUNDS: Final = 7
-MOST_ROUNDS: Final = 41
-WARM_UP_ROUNDS: Final = 2
+MEASURED_S: Final = 1.0
+FEWEST_ROUNDS: Final = 5
+MOST_ROUNDS: Final = 11
 SETTLE_S: Final = 0.02
 """OpenMP threads spin for a few milliseconds after their work, on cores that the next run needs."""
-SHORT_STEP_S: Final = 0.02
 UNCOUNTED_BYTES: Final = 4 << 20
 """Tolerance on a worker's resident memory, for allocations of Python itself."""
 
@@ -120,7 +128,7 @@ class CoreRuntime:
             step_timeout_s=60.0 + 100.0 * max(predicted_s, default=0.0),
         )
         rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
-        return Measured(executor, rounds=rounds, warm_up=WARM_UP_ROUNDS)
+        return Measured(executor, rounds=rounds)
 
     def unplaced(self, cluster: Cluster) -> Cluster | None:
         """Return the set of all cores as the one device of a cluster."""
@@ -138,8 +146,9 @@ class CoreRuntime:
 
 
 def rounds_for(step_s: float) -> int:
-    """Return how often a placement is run: short steps are noisier and cheaper to repeat."""
-    return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS
+    """Return the number of turns of a placement that take about a second, 5 to 11."""
+    turn_s = step_s if step_s >= LONG_STEP_S else step_s + max(step_s, TURN_S)
+    return int(min(max(MEASURED_S / turn_s, FEWEST_ROUNDS), MOST_ROUNDS))
 
 
 class CoreExecutor:
@@ -148,7 +157,9 @@ class CoreExecutor:
     A placement whose worker dies, hangs or cannot run an op fails; the next one gets new workers.
 
     Each worker may use ``limits`` {device name: bytes} of memory, by default that of its device.
-    CPU-clock times include ``latency_s`` per hand-off between workers.
+    Times are those of ``placed.step``, with the batch and the results; where the model cannot be
+    copied, those of the workers alone. CPU-clock times include ``latency_s`` per hand-off between
+    workers.
     """
 
     def __init__(
@@ -169,7 +180,8 @@ class CoreExecutor:
         device = unplaced_device(problem.cluster.devices)
         self.unplaced = None if device is None else alone(device)
         self._simulator = Simulator(problem)
-        self._pool = self._new_pool()
+        self._step = _copy_of(extraction)
+        self._pool, self._handed = self._new_pool()
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
@@ -194,18 +206,44 @@ class CoreExecutor:
         """Return the workers; new ones if the last placement ended them."""
         if self._pool.closed:
             try:
-                self._pool = self._new_pool()
+                self._pool, self._handed = self._new_pool()
             except (WorkerError, OSError) as error:
                 raise DevicesLostError(f"no new workers could be started: {error}") from error
         return self._pool
+
+    def timed(self, number: int, lists: Sequence[Sequence[Instruction]]) -> TimedStep:
+        """Run the lists with this number as ``placed.step`` does, and time all of it."""
+        pool, handed, step = self._pool, self._handed, self._step
+        if handed is None or step is None:
+            run = pool.run(number)
+            cpu_s = cpu_clock_s(lists, run.cpu_s, self.latency_s)
+            return TimedStep(wall_s=run.wall_s, cpu_clock_s=cpu_s)
+        for tensor in step.named_state().values():
+            tensor.grad = None
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        handed.begin(step.step_inputs, step.keywords)
+        run = pool.run(number)
+        handed.end()
+        return TimedStep(
+            wall_s=time.perf_counter() - start_s,
+            cpu_clock_s=time.thread_time()
+            - start_cpu_s
+            + LEAD_NS * 1e-9
+            + cpu_clock_s(lists, run.cpu_s, self.latency_s),
+        )
 
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
 
-    def _new_pool(self) -> WorkerPool:
+    def _new_pool(self) -> tuple[WorkerPool, HandOver | None]:
         devices, timeout_s = self.problem.cluster.devices, self.step_timeout_s
-        return once_more(lambda: _pool_with_example(self.extraction, devices, timeout_s))
+        pool = once_more(lambda: _pool_with_example(self.extraction, devices, timeout_s))
+        if self._step is None:
+            return pool, None
+        handed = HandOver(pool.arena, self._step, self.extraction.outputs)
+        handed.share()
+        return pool, handed
 
 
 class _PlacedStep:
@@ -219,10 +257,7 @@ class _PlacedStep:
         self._peak_memory_bytes: dict[str, int] = {}
 
     def run(self) -> TimedStep | Failure:
-        """Run it once; twice where it is short, since its time depends on what ran before it.
-
-        New workers start cold, so their first runs never count.
-        """
+        """Run its turn; new workers start cold, so their first runs never count."""
         pool = self._executor.pool()
         try:
             if self._pool is not pool:
@@ -230,16 +265,10 @@ class _PlacedStep:
                 pool.run(self._number)
                 if excess := self._memory_excess(pool):
                     return self._failure(excess)
-            run = pool.run(self._number)
-            if run.wall_s < SHORT_STEP_S:
-                run = pool.run(self._number)
+            step = turn(lambda: self._executor.timed(self._number, self._lists))
         except WorkerError as error:
             return self._failure(error)
-        return TimedStep(
-            wall_s=run.wall_s,
-            cpu_clock_s=cpu_clock_s(self._lists, run.cpu_s, self._executor.latency_s),
-            peak_memory_bytes=self._peak_memory_bytes,
-        )
+        return replace(step, peak_memory_bytes=self._peak_memory_bytes)
 
     def close(self) -> None:
         """Let the workers forget the lists."""
@@ -281,16 +310,14 @@ class _UnplacedStep:
         self._step, self._cores = step, cores
 
     def run(self) -> TimedStep | Failure:
-        """Run the step once; twice where it is short, like placed ones."""
+        """Run its turn."""
         try:
             with torch.random.fork_rng([]), pinned(self._cores), with_threads(len(self._cores)):
-                wall_s = self._step_s()
-                if wall_s < SHORT_STEP_S:
-                    wall_s = self._step_s()
+                step = turn(lambda: TimedStep(wall_s=self._step_s()))
         except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
             return Failure(reason=f"torch cannot run it: {error}", overfull=is_out_of_memory(error))
         time.sleep(SETTLE_S)
-        return TimedStep(wall_s=wall_s)
+        return step
 
     def _step_s(self) -> float:
         # copied, since a model may modify the containers that it gets
@@ -304,6 +331,14 @@ class _UnplacedStep:
 
     def close(self) -> None:
         """Do nothing: the copy goes with this object."""
+
+
+def _copy_of(extraction: Extraction) -> Workload | None:
+    """Return a copy of the step, which measuring may update; None if it cannot be copied."""
+    try:
+        return step_copy(extraction.step)
+    except Exception:  # noqa: BLE001  # as the model's own code raises it
+        return None
 
 
 def unplaced_device(devices: Sequence[Device]) -> Device | None:

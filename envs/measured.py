@@ -1,19 +1,19 @@
 """The backend that runs placements on real devices, and times them in interleaved rounds.
 
-Each round runs every candidate once and starts with another one, so that neither changes of the
-machine's load nor the position in a round favours one of them; each is judged by the median of its
-runs. Besides the wall time, the CPU-clock time of a step counts where devices have CPU clocks.
-Their ratio is the contention: above ``CONTENDED`` other processes used the cores, and the CPU-clock
-time is more accurate. How a step is run is up to an :class:`Executor`.
+In each round every candidate has a turn, and each round starts with another one, so that neither
+changes of the machine's load nor the position in a round favours one of them; each is judged by the
+median of its turns. Besides the wall time, the CPU-clock time of a step counts where devices have
+CPU clocks. Their ratio is the contention: above ``CONTENDED`` other processes used the cores, and
+the CPU-clock time is more accurate. How a step is run is up to an :class:`Executor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -24,10 +24,15 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 
+TURN_S: Final = 0.06
+"""Time of the counted steps of a turn."""
+LONG_STEP_S: Final = 0.3
+"""A step that takes so long is a turn, since what ran before hardly matters for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One run of a step that counts, and the peak memory of the devices that report it.
+    """The time of a step, or of a turn of several, and the peak memory of devices that report it.
 
     ``cpu_clock_s`` is None where there is no CPU clock.
     """
@@ -55,7 +60,7 @@ class LoadedStep(Protocol):
     """A step that devices are ready to run."""
 
     def run(self) -> TimedStep | Failure:
-        """Run it, as often as one run of a round takes."""
+        """Run it, as often as its turn in a round takes."""
         ...
 
     def close(self) -> None:
@@ -88,7 +93,7 @@ class Measured:
 
     Args:
         executor: runs the steps; it is closed with the backend.
-        rounds: counted runs of every candidate.
+        rounds: counted turns of every candidate.
         warm_up: uncounted rounds.
     """
 
@@ -181,8 +186,28 @@ class Measured:
         return runs
 
 
+def turn(run: Callable[[], TimedStep]) -> TimedStep:
+    """Run steps for a turn; return their median time.
+
+    The first step, which finds the caches as another candidate left them, does not count, so that
+    each is measured as in a loop. A step of ``LONG_STEP_S`` or more is a turn by itself.
+    """
+    steps = [run()]
+    if steps[0].wall_s >= LONG_STEP_S:
+        return steps[0]
+    steps = [run()]
+    while sum(step.wall_s for step in steps) < TURN_S:
+        steps.append(run())
+    clocks_s = [step.wall_s if step.cpu_clock_s is None else step.cpu_clock_s for step in steps]
+    return replace(
+        steps[-1],
+        wall_s=float(np.median([step.wall_s for step in steps])),
+        cpu_clock_s=None if steps[-1].cpu_clock_s is None else float(np.median(clocks_s)),
+    )
+
+
 class _Runs:
-    """The counted runs of one candidate, or the reason why it cannot be run."""
+    """The counted turns of one candidate, or the reason why it cannot be run."""
 
     def __init__(self, step: LoadedStep | Failure) -> None:
         self.step = step

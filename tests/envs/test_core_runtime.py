@@ -17,7 +17,8 @@ import torch
 from envs.backend import measurements
 from envs.core_runtime import FEWEST_ROUNDS, UNCOUNTED_BYTES, CoreExecutor, CoreRuntime
 from envs.executors.cores.errors import WorkerError
-from envs.executors.cores.pool import StepRun, WorkerPool
+from envs.executors.cores.hand_over import HandOver
+from envs.executors.cores.pool import WorkerPool
 from envs.hardware.cluster import Link
 from envs.hardware.discover import cores_of, discover, present
 from envs.measured import Measured
@@ -275,22 +276,46 @@ def test_ops_that_start_at_once_run_after_what_they_read() -> None:
     assert order == problem.graph.topological.tolist()
 
 
-def test_a_short_step_runs_once_more_before_it_counts(
+def test_a_measured_step_is_handed_over_like_a_placed_one(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs: list[int] = []
-    run = WorkerPool.run
+    begun: list[int] = []
+    ended: list[list[bool]] = []
+    begin, end = HandOver.begin, HandOver.end
 
-    def recorded(pool: WorkerPool, number: int) -> StepRun:
-        runs.append(number)
-        return run(pool, number)
+    def begins(handed: HandOver, *batch: Any) -> None:
+        begun.append(torch.get_num_threads())
+        begin(handed, *batch)
 
-    monkeypatch.setattr(WorkerPool, "run", recorded)
-    counts = []
-    for shortest_s in (0.0, 1e9):
-        monkeypatch.setattr("envs.core_runtime.SHORT_STEP_S", shortest_s)
-        runs.clear()
-        [seen] = measurements(backend.evaluate(candidates(backend.problem)[:1]))
-        assert len(seen.wall_s) == backend.rounds
-        counts.append(len(runs))
-    assert counts[1] - counts[0] == backend.rounds + backend.warm_up
+    def ends(handed: HandOver) -> Any:
+        before = handed._step.named_state()
+        ended.append([tensor.grad is None for tensor in before.values()])
+        loss = end(handed)
+        assert loss.shape == ()
+        return loss
+
+    monkeypatch.setattr(HandOver, "begin", begins)
+    monkeypatch.setattr(HandOver, "end", ends)
+    [seen] = measurements(backend.evaluate(candidates(backend.problem)[1:2]))
+    assert seen.ok
+    assert len(begun) == len(ended) > backend.rounds
+    assert all(map(all, ended)), "gradients of the step before are gone"
+    assert isinstance(backend.executor, CoreExecutor)
+    own = backend.executor.extraction.step.named_state()
+    assert all(tensor.grad is None for tensor in own.values())
+
+
+def test_a_model_that_cannot_be_copied_is_measured_without_the_hand_over() -> None:
+    class Single(tiny_models.Plain):
+        def __deepcopy__(self, memo: object) -> Single:
+            raise RuntimeError("there is one only")
+
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum()
+
+    extraction = extract(Workload.of(Single(forward), torch.ones(8), training=False))
+    problem = priced(extraction)
+    with CoreRuntime(extraction, problem.cluster).backend(problem, rounds=2) as measured:
+        [seen] = measurements(measured.evaluate(candidates(problem)[:1]))
+    assert seen.ok
+    assert len(seen.wall_s) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from envs.backend import measurements
 from envs.hardware.cluster import Cluster
-from envs.measured import DevicesLostError, Failure, Measured, TimedStep
+from envs.measured import DevicesLostError, Failure, Measured, TimedStep, turn
 from envs.measurement import tied
 from envs.placement import Placement
 from envs.problem import Problem, toy_problem
@@ -178,3 +178,33 @@ def test_a_backend_without_noise_is_compared_by_a_single_time(setup: Setup) -> N
     assert [own.step_s() for own in exact] == [result.step_s for result in results]
     assert results[0].step_s != results[1].step_s
     assert not tied(*exact), "a single exact time is compared, unlike a single run"
+
+
+@pytest.mark.parametrize(
+    ("times_s", "median_s", "count"),
+    [
+        ([0.3, 9.0], 0.3, 1),  # long: a turn by itself
+        ([0.29, 0.06, 9.0], 0.06, 2),  # the first one is not counted
+        ([0.05, 0.02, 0.02, 0.03, 9.0], 0.02, 4),  # until 0.06 s have passed
+        ([0.001] + [0.005, 0.01] * 10, 0.0075, 9),
+    ],
+)
+def test_a_turn_is_the_median_of_steps_in_a_loop(
+    times_s: list[float], median_s: float, count: int
+) -> None:
+    left = iter(times_s)
+    steps: list[TimedStep] = []
+
+    def run() -> TimedStep:
+        wall_s = next(left)
+        steps.append(TimedStep(wall_s=wall_s, cpu_clock_s=wall_s / 2, peak_memory_bytes={"d": 1}))
+        return steps[-1]
+
+    whole = turn(run)
+    assert (whole.wall_s, whole.cpu_clock_s) == pytest.approx((median_s, median_s / 2))
+    assert whole.peak_memory_bytes == {"d": 1}
+    assert len(steps) == count
+
+
+def test_a_turn_without_cpu_clock_has_none() -> None:
+    assert turn(lambda: TimedStep(wall_s=0.02)) == TimedStep(wall_s=0.02)
