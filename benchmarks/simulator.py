@@ -19,6 +19,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import networkx as nx
@@ -28,9 +30,11 @@ from numpy.typing import NDArray
 from benchmarks.record import Effort, Part, seconds
 from benchmarks.tables import Table
 from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.host import Host
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays
+from graphs.synthetic import sketches
 from graphs.synthetic.flat import flat_graph
 from graphs.synthetic.shapes import layered
 
@@ -308,6 +312,48 @@ def options(found: dict[str, Any]) -> Table:
     )
 
 
+def with_cpu(cluster: Cluster) -> Cluster:
+    """Return the cluster with a CPU in place of its last device."""
+    last = cluster.devices[-1]
+    cpu = replace(last, name="cpu", kind="cpu", launch_s=0.0)
+    names = (*cluster.names[:-1], "cpu")
+    links = tuple(replace(link, between=names) for link in cluster.links)
+    return replace(cluster, devices=(*cluster.devices[:-1], cpu), links=links)
+
+
+def hosts(found: dict[str, Any]) -> Table:
+    """Time clusters with a host against the same clusters without, in pairs."""
+    moe = sketches.moe(np.random.default_rng(5), layers=6, experts=16, tokens=2048)
+    graphs = {
+        "layered": flat_layered(1_000, WIDTH, seed=0),
+        "mixture of experts": GraphArrays.from_graph(moe),
+        "translation": GraphArrays.from_graph(sketches.nmt(layers=4, steps=24, batch=128)),
+    }
+    clusters = {"4 GPUs": cluster_of(4), "GPU and CPU": with_cpu(cluster_of(2))}
+    rows = []
+    for (name, graph), (where, cluster) in product(graphs.items(), clusters.items()):
+        devices, _ = placements(len(graph), len(cluster), batch=100)
+        same = np.empty(devices.shape)
+        same[:, graph.topological] = -np.arange(len(graph))
+        rng = np.random.default_rng(3)  # as annealing moves ops: a few, by some places
+        moves = rng.normal(0.0, len(graph) / 20, devices.shape) * (rng.random(devices.shape) < 0.01)
+        hosted = replace(cluster, hosts=(Host(devices=cluster.names),))
+        both = [Simulator(Problem.of(graph, one)) for one in (cluster, hosted)]
+        cells = []
+        for priority in (same, same + moves):
+            runs = [partial(one.step_ns, devices, priority) for one in both]
+            pairs = [[seconds(run, 2, time.thread_time)[0] for run in runs] for _ in range(REPEATS)]
+            cells.append(statistics.median(host_s / workers_s for workers_s, host_s in pairs))
+        found[f"{name}, {where}"] = cells
+        rows.append((name, f"{len(graph):,}", where, *(f"{cell:.2f}" for cell in cells)))
+    return Table(
+        "Simulator, hosts",
+        "time of a step with one host over the time without, on the same cluster",
+        ("graph", "ops", "devices", "same order of issue", "another each time"),
+        tuple(rows),
+    )
+
+
 def plain(found: dict[str, Any]) -> Table:
     """Compare with the plain simulator on the same placements in the same run."""
     ops, device_count, batch = 200, 4, 2000
@@ -348,5 +394,5 @@ def parts(effort: Effort) -> dict[str, Part]:
     """Return the parts."""
     sizes = effort.pick(quick=QUICK_SIZES, normal=len(SIZES), full=len(SIZES))
     quick: dict[str, Part] = {"rates": lambda found: rates(found, sizes), "plain": plain}
-    rest: dict[str, Part] = {"options": options, "cold": cold}
+    rest: dict[str, Part] = {"options": options, "hosts": hosts, "cold": cold}
     return effort.pick(quick=quick, normal=quick | rest, full=quick | rest)

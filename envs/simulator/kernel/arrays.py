@@ -199,6 +199,6 @@ class Workspace(NamedTuple):
     ready_later: Longs  # express: (N + 1,) heap of when ops become ready
     received_bytes: Longs  # express: (N,) received for every op until it ends
     hosts: Table  # (D,) of HOST_STATE
-    issued: Indices  # (N,) with hosts: ops in the order of issue
+    issued: Indices  # (N,) with hosts: ops in the order of issue; N first if not known
     rests: Longs  # (2,) see envs.simulator.kernel.step
     counts: Longs  # (COUNTS,)

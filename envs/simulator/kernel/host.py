@@ -1,7 +1,8 @@
 """The step of a cluster with hosts: threads issue the ops one after the other, in one order.
 
 Of the ops whose inputs have been issued, that of highest priority is issued next, ties by index.
-That order decides all times, so they follow from a single sweep over the ops, without events.
+The order depends on priorities alone, so it is kept from step to step until they change. It decides
+all times, which follow from a single sweep: each op finds its start from those it reads.
 
 An op occupies the thread of its device for ``launch_ns``, then waits in the queue of its device: it
 starts when it has been issued, all earlier ops of the device have ended, and its inputs are there.
@@ -22,96 +23,177 @@ the op that the thread waited for last; -1 if it never waited.
 
 from __future__ import annotations
 
+from typing import Final
+
 from envs.compiled import compiled_borrowing, compiled_inline, index, int64
 from envs.problem import HORIZON_NS, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
+    COUNTS,
+    FORBIDDEN,
     FULL,
     IGNORE_MEMORY,
     INFEASIBLE_NS,
+    RECORD_MEMORY,
     SENT,
+    STOP_WHEN_FULL,
     ProblemArrays,
     Workspace,
 )
 from envs.simulator.kernel.full import allocate, release_inputs
 from envs.simulator.kernel.queues import add_ready, pop_ready
 
+_NO_LINK: Final = -2
+
 
 @compiled_borrowing
 def host_core(
     arrays: ProblemArrays, work: Workspace, devices: Ints, limit_ns: int, memory: int
 ) -> int:
-    """Return what ``simulate_core`` returns; the workspace must be reset."""
-    _reset(arrays, work, devices)
+    """Return what ``simulate_core`` returns; ``work.order`` must be that of the priorities."""
+    if len(devices) > 0 and work.issued[0] >= len(devices):
+        _order_of_issue(arrays, work)
+    if not _reset(arrays, work, devices, memory):
+        return INFEASIBLE_NS
+    if memory != RECORD_MEMORY and fits_anyway(arrays, work):
+        memory = IGNORE_MEMORY
     step_ns = int64(0)
-    issued = int64(0)
-    while True:
-        ready = pop_ready(work, 0)
-        if ready < 0:
-            return step_ns
-        i = index(ready)
-        work.issued[index(issued)] = i
-        issued += 1
+    for k in range(len(devices)):
+        i = work.issued[k]
         arrival_ns, producer = _bring_inputs(arrays, work, devices, i, memory)
+        if producer == _NO_LINK:
+            return INFEASIBLE_NS
         at_least = _start(arrays, work, devices, i, arrival_ns, producer, memory)
         if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
             return INFEASIBLE_NS
         if at_least > limit_ns:
             return at_least
-        step_ns = max(step_ns, work.devices[index(devices[i])].busy_until_ns)
-        if not _open_copies(arrays, work, devices, i, memory):
-            return INFEASIBLE_NS
-        if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
-            return INFEASIBLE_NS
+        d = index(devices[i])
+        step_ns = max(step_ns, work.devices[d].busy_until_ns)
+        overlap = arrays.hosts[d].overlap
+        if overlap or memory != IGNORE_MEMORY:
+            if not _open_copies(arrays, work, devices, i):
+                return INFEASIBLE_NS
+            if overlap:
+                _copy_beside(arrays, work, len(devices), i, work.devices[d].busy_until_ns, memory)
+                if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
+                    return INFEASIBLE_NS
+    return step_ns
 
 
 @compiled_inline
-def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints) -> None:
-    """Reset threads and queues; put the ready ops of all devices into the row of the first."""
+def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -> bool:
+    """Reset to time 0; return False where an op may not run on its device or does not fit."""
+    for k in range(COUNTS):
+        work.counts[k] = 0
     for q in range(len(work.queues)):
         work.queues[q].free_ns = 0
     for k in range(len(work.devices)):
-        d = index(k)
-        work.devices[d].busy_until_ns = 0
-        host = work.hosts[d]
+        device = work.devices[k]
+        device.busy_until_ns = 0
+        device.previous = -1
+        device.opened = -1
+        device.running = 0  # here the number of its ops
+        device.work_left_ns = 0
+        device.used_bytes = 0
+        device.most_bytes = 0
+        host = work.hosts[k]
         host.clock_ns = 0
         host.left_ns = 0
         host.blocked_by = -1
-        while d > 0:
-            ready = pop_ready(work, d)
-            if ready < 0:
-                break
-            add_ready(work, index(ready), 0)
     for k in range(len(devices)):
-        d = index(devices[k])
-        place = arrays.hosts[d]
-        host_ns = arrays.cost_ns[k, arrays.column[d]] if place.synchronous else place.launch_ns
-        work.hosts[place.thread].left_ns += host_ns
+        i = index(k)
+        d = index(devices[i])
+        cost = arrays.cost_ns[i, arrays.column[d]]
+        if cost == FORBIDDEN:
+            return False
+        device = work.devices[d]
+        device.running += 1
+        device.work_left_ns += cost
+        if memory != IGNORE_MEMORY:
+            op = arrays.ops[i]
+            device.used_bytes += op.resident_bytes
+            device.most_bytes += op.most_bytes
+        work.ops[i].remaining = 0
+    for k in range(len(work.devices)):
+        device, place = work.devices[k], arrays.hosts[k]
+        launches_ns = device.running * place.launch_ns
+        work.hosts[place.thread].left_ns += (
+            device.work_left_ns if place.synchronous else launches_ns
+        )
+        device.peak_bytes = device.used_bytes
+        if memory == STOP_WHEN_FULL and device.used_bytes > arrays.memory_bytes[k]:
+            return False
+    return True
+
+
+@compiled_inline
+def fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
+    """Return whether no device can run out of memory, for any order of its ops."""
+    for d in range(len(work.devices)):
+        if work.devices[d].most_bytes > arrays.memory_bytes[d]:
+            return False
+    return True
+
+
+@compiled_inline
+def _order_of_issue(arrays: ProblemArrays, work: Workspace) -> None:
+    """List ops in the order of issue: by rank, but an op whose inputs are late right after them."""
+    count = len(work.ops)
+    for k in range(count):
+        i = index(k)
+        inputs = arrays.ops[index(i + 1)].predecessor_start - arrays.ops[i].predecessor_start
+        work.ops[i].remaining = inputs
+    first = work.devices[0]  # its row holds ops that are late
+    first.ready = 0
+    first.lone = -1
+    issued = int64(0)
+    for rank in range(count):
+        late = int64(work.order[rank])
+        if work.ops[index(late)].remaining > 0:
+            continue
+        while late >= 0:
+            i = index(late)
+            work.issued[index(issued)] = i
+            issued += 1
+            begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
+            for k in range(begin, end):
+                v = arrays.edges[index(k)].target
+                op = work.ops[v]
+                op.remaining -= 1
+                if op.remaining == 0 and op.rank < rank:
+                    add_ready(work, v, 0)
+            late = int64(pop_ready(work, 0))
 
 
 @compiled_inline
 def _bring_inputs(
     arrays: ProblemArrays, work: Workspace, devices: Ints, i: int, memory: int
 ) -> tuple[int, int]:
-    """Make copies of op i's inputs that do not overlap; return the last arrival and its producer.
+    """Make missing copies of op i's inputs; return the last arrival and its producer.
 
-    Inputs made on the same device are there before the device is free.
+    Inputs made on the same device are there before the device is free. The producer is -1 without
+    copies, ``_NO_LINK`` where a link is missing.
     """
-    thread = arrays.hosts[index(devices[i])].thread
+    d = index(devices[i])
+    thread = arrays.hosts[d].thread
     latest_ns = int64(0)
     producer = int64(-1)
     for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):
-        copy = work.copy_read[arrays.edges[index(k)].predecessor_edge]
-        if copy < len(devices):
+        edge = arrays.edges[index(k)]
+        u = edge.predecessor
+        if index(devices[u]) == d:
             continue
-        number = index(copy - len(devices))
+        if work.ops[u].remaining == 0 and not _open_copies(arrays, work, devices, u):
+            return 0, _NO_LINK
+        number = index(work.copy_read[edge.predecessor_edge] - len(devices))
         transfer = work.transfers[number]
         if transfer.start_ns < 0:
             _copy_in_line(arrays, work, number, thread, memory)
         arrival_ns = transfer.start_ns + transfer.duration_ns
         if arrival_ns >= latest_ns:
             latest_ns = arrival_ns
-            producer = int64(arrays.edges[index(k)].predecessor)
+            producer = int64(u)
     return latest_ns, producer
 
 
@@ -216,26 +298,16 @@ def _start(
 
 
 @compiled_inline
-def _open_copies(
-    arrays: ProblemArrays, work: Workspace, devices: Ints, i: int, memory: int
-) -> bool:
-    """Make the readers of op i ready, and open its copies; return False where a link is missing.
-
-    Copies that overlap are issued at once, in order of their first readers.
-    """
+def _open_copies(arrays: ProblemArrays, work: Workspace, devices: Ints, i: int) -> bool:
+    """Say what each reader of op i reads: its output, or a copy; return False without a link."""
     d = index(devices[i])
-    overlap = arrays.hosts[d].overlap
     begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
     count = len(devices)
     users = 0  # of the output on this device: consumers here, and copies
     for k in range(begin, end):
         number = index(k)
-        v = arrays.edges[number].target
-        to = index(devices[v])
-        op = work.ops[v]
-        op.remaining -= 1
-        if op.remaining == 0:
-            add_ready(work, v, 0)
+        edge = arrays.edges[number]
+        to = index(devices[edge.target])
         if to == d:
             users += 1
             work.copy_read[number] = i
@@ -243,7 +315,7 @@ def _open_copies(
         carrier = work.devices[to].opened
         if arrays.once_per_destination and begin <= carrier < end:
             copy = work.copies[index(count + carrier)]
-            copy.size = max(copy.size, arrays.edges[number].bytes)
+            copy.size = max(copy.size, edge.bytes)
             copy.users += 1
         else:
             pair = index(d * len(work.devices) + to)
@@ -255,13 +327,20 @@ def _open_copies(
             work.transfers[number].pair = pair
             work.transfers[number].start_ns = -1
             copy = work.copies[index(count + number)]
-            copy.size = arrays.edges[number].bytes
+            copy.size = edge.bytes
             copy.users = 1
         work.copy_read[number] = count + carrier
     work.copies[i].users = users
-    if overlap:
-        for k in range(begin, end):
-            carrier = work.copy_read[index(k)]
-            if carrier == count + k:
-                _copy(arrays, work, index(k), work.devices[d].busy_until_ns, memory)
+    work.ops[i].remaining = 1  # its copies are open
     return True
+
+
+@compiled_inline
+def _copy_beside(
+    arrays: ProblemArrays, work: Workspace, count: int, i: int, now: int, memory: int
+) -> None:
+    """Make the copies of op i that overlap, in order of their first readers."""
+    begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
+    for k in range(begin, end):
+        if work.copy_read[index(k)] == count + k:
+            _copy(arrays, work, index(k), now, memory)

@@ -46,7 +46,7 @@ from envs.simulator.kernel.arrays import (
 )
 from envs.simulator.kernel.express import GIVES_UP, express_core
 from envs.simulator.kernel.full import full_core
-from envs.simulator.kernel.host import host_core
+from envs.simulator.kernel.host import fits_anyway, host_core
 from envs.simulator.kernel.queues import clear_ready, make_ready
 
 
@@ -65,6 +65,7 @@ def rank_ops(work: Workspace, priority: Floats) -> None:
             changed = True
     if not changed:
         return
+    work.issued[0] = len(order)  # no op: the order of issue is to be found again
     runs = _find_runs(order, ranked, work.run_start)
     source, target = order, work.merged
     while runs > 1:
@@ -162,15 +163,18 @@ def simulate_core(
     """
     rank_ops(work, priority)
     ranks_excess = memory == RANK_EXCESS
+    if arrays.has_hosts:
+        step_ns = host_core(arrays, work, devices, limit_ns, memory)
+        if ranks_excess and step_ns <= limit_ns and step_ns != INFEASIBLE_NS:
+            return _ranked(arrays, work, step_ns)
+        return step_ns
     if not _reset(arrays, work, devices, memory):
         clear_ready(work)
         return INFEASIBLE_NS
-    if memory != RECORD_MEMORY and _fits_anyway(arrays, work):
+    if memory != RECORD_MEMORY and fits_anyway(arrays, work):
         memory = IGNORE_MEMORY
     answer = GIVES_UP
-    if arrays.has_hosts:
-        answer = host_core(arrays, work, devices, limit_ns, memory)
-    elif arrays.express and _takes_express(work, memory):
+    if arrays.express and _takes_express(work, memory):
         follows_memory = memory != IGNORE_MEMORY
         answer = express_core(arrays, work, devices, limit_ns, follows_memory)
         if follows_memory:
@@ -258,15 +262,6 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device = work.devices[d]
         device.peak_bytes = device.used_bytes
         if memory == STOP_WHEN_FULL and device.used_bytes > arrays.memory_bytes[d]:
-            return False
-    return True
-
-
-@compiled_inline
-def _fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
-    """Return whether no device can run out of memory, for any order of its ops."""
-    for d in range(len(work.devices)):
-        if work.devices[d].most_bytes > arrays.memory_bytes[d]:
             return False
     return True
 

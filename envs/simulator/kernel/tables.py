@@ -97,7 +97,7 @@ def workspace_for(problem: Problem) -> Workspace:
         ready_later=np.full(n + 1, NO_EVENT, np.int64),
         received_bytes=np.zeros(n, np.int64),
         hosts=np.zeros(d, HOST_STATE),
-        issued=np.zeros(n, np.uint32),
+        issued=np.full(n, n, np.uint32),
         rests=np.zeros(2, np.int64),
         counts=np.zeros(COUNTS, np.int64),
     )

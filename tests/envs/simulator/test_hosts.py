@@ -98,6 +98,21 @@ def test_hosts_equal_their_specification(large: bool, examples: int) -> None:
     check()
 
 
+@settings(max_examples=60)
+@given(seed=SEEDS)
+def test_one_simulator_takes_other_priorities_and_back(seed: int) -> None:
+    graph, cluster, devices, priority = host_case(seed, bad_places=False)
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    simulator, rng = Simulator(problem), random.Random(seed)
+    other = [value + rng.choice((0.0, 0.0, 1.5)) for value in priority]
+    for row in (priority, other, other, priority):
+        schedule = simulator.run(np.array(devices, np.int32), np.array(row))
+        twin = twin_host_step(graph, cluster, devices, row)
+        assert schedule.issued is not None
+        assert schedule.issued.tolist() == twin_issue_order(graph, row)
+        assert twin.blocked or schedule.step_ns == twin.step_ns
+
+
 def test_random_cases_cover_hosts() -> None:
     seen: Counter[str] = Counter()
     for seed in range(900):
