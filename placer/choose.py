@@ -10,10 +10,15 @@ import numpy as np
 from envs.hardware.cluster import Cluster
 from envs.measurement import Measurement, contended, tied
 from placer import messages
-from placer.search.candidate import Candidate, Kind
+from placer.search.candidate import Candidate, Kind, distinct
 
 MEASURED_CANDIDATES: Final = 5
 """Number of best candidates to run besides the best single devices."""
+
+OFF: Final = 0.1
+"""Relative error of a prediction beyond which the search is repeated with fitted costs."""
+FURTHER_CANDIDATES: Final = 2
+"""Number of candidates of the repeated search to run."""
 
 _Run: TypeAlias = tuple[Candidate, Measurement]
 
@@ -49,6 +54,34 @@ def overfull(candidates: Sequence[Candidate]) -> bool:
         if each.measurement and not (each.is_single or each.is_unplaced)
     ]
     return bool(several) and all(measurement.overfull for measurement in several)
+
+
+def mispredicted(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the choice, or the fastest placement on several devices, if its prediction is off.
+
+    The unplaced model does not count: its costs are of no use to placements.
+    """
+    ran = [each for each in candidates if each.measurement is not None and each.can_run]
+    placed = [each for each in ran if not each.is_unplaced]
+    several = [each for each in placed if not each.is_single]
+    fastest = min(several, key=lambda each: each.ranking_s(contended=False), default=None)
+    for each in (choose(placed), fastest) if placed else ():
+        if each and abs(each.predicted_s / each.ranking_s(contended=False) - 1) > OFF:
+            return each
+    return None
+
+
+def worth_running_too(found: Sequence[Candidate], ran: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best of a repeated search, if it may be faster than all placements that ran.
+
+    The predictions of both are by the same costs.
+    """
+    placed = [each for each in ran if not each.is_unplaced]
+    least_s = min(each.predicted_s for each in placed) * (1 - messages.SMALLEST_GAIN)
+    hopeless_s = min(each.ranking_s(contended=False) for each in ran) * (1 + OFF)
+    others = [each for each in found if not (each.is_single or each.is_unplaced)]
+    faster = [each for each in others if each.predicted_s < min(least_s, hopeless_s)]
+    return distinct(sorted(faster, key=lambda each: each.predicted_s), FURTHER_CANDIDATES)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:

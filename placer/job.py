@@ -73,7 +73,8 @@ class SearchConfig:
 
         Args:
             budget: search budget: wall time, ``"60s"``, or evaluations, ``"4000e"``. Extracting,
-                measuring op costs and running the best candidates come on top.
+                measuring op costs and running the best candidates come on top. Where these are run,
+                a third is kept for a second search with costs fitted to the runs.
             seed: seed of the search.
             placer: search algorithm: a name that ``placer optimize --help`` lists, or your own
                 :class:`placer.search.request.Placer`. Single devices and classic heuristics are

@@ -234,6 +234,15 @@ def prediction_error(candidate: Candidate, *, contended: bool) -> str:
     )
 
 
+def fitted_costs(candidate: Candidate) -> str:
+    """Return that costs were fitted to the runs, as the prediction of a candidate was off."""
+    error = ratio_of(candidate.predicted_s, candidate.ranking_s(contended=False))
+    return (
+        f"The predicted step of {candidate.name} was {error:.2f} of its measured time, so op costs "
+        "were fitted to the runs and the search was repeated: predictions are by the fitted costs."
+    )
+
+
 def unpredicted_memory(candidate: Candidate) -> Iterator[str]:
     """Yield the devices on which a candidate took more memory than predicted."""
     runs = candidate.measurement

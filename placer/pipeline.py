@@ -12,16 +12,25 @@ import numpy as np
 
 from envs.backend import Backend, measurements
 from envs.compiled import loading_stage
+from envs.costs.factors import fitted_source, unplaced_factor
 from envs.executors.cores.errors import WorkerError
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from envs.simulator.bounds import missing_link
+from envs.simulator.fitting import fitted_factors, grouped_problem, scaled_problem
 from envs.simulator.reasons import memory_shortfall
 from envs.simulator.schedule import issue_order, repeats
 from graphs.coarsen.groups import Coarsened, coarsen
-from graphs.graph import GraphArrays
-from placer.choose import PlacementError, choose, overfull, worth_running
+from placer.choose import (
+    PlacementError,
+    choose,
+    mispredicted,
+    overfull,
+    runs_contended,
+    worth_running,
+    worth_running_too,
+)
 from placer.evaluation import costed_step, unplaced_problem
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
@@ -40,6 +49,8 @@ if TYPE_CHECKING:
 
 SMALLER: Final = (0.85, 0.7)
 """Shares of device memory to search with, in turn, if candidates run out of memory."""
+REPEATED: Final = 1 / 3
+"""Share of the search budget that is kept for a search with fitted costs, if candidates are run."""
 
 
 def optimize_job(job: Job, progress: Progress | None = None) -> Result:
@@ -105,6 +116,8 @@ class _Optimization:
     candidates: list[Candidate] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
     search_trace: SearchTrace = field(default_factory=SearchTrace)
+    search_s: float = 0.0
+    mispredicted: Candidate | None = None
     trouble: str = ""
 
     def run(self) -> Result:
@@ -120,13 +133,12 @@ class _Optimization:
         self.progress.stage(loading_stage())
         load_compiled_code()
         began = time.perf_counter()
-        searched = began
         try:
             self.progress.stage("Searching placements")
-            with self.interrupt.polled():
-                self.candidates = self._candidates(self.problem, self.search_trace)
-            self.bounds_s = [each.bound_s for each in self.candidates if each.bound_s is not None]
-            searched = time.perf_counter()
+            share = 1.0 if self._backend is None else 1.0 - REPEATED
+            found = self._searched(self.problem, self.search_trace, share)
+            self.candidates = found + self._unplaced_candidates()
+            self.bounds_s = _bounds_s(self.candidates)
             if self._backend is not None and not self.interrupt.requested:
                 self._measure(self._backend)
         except KeyboardInterrupt:
@@ -138,7 +150,7 @@ class _Optimization:
                 raise
             self.trouble = str(error)
         with self.interrupt.polled():
-            return self._result(searched - began, time.perf_counter() - searched)
+            return self._result(time.perf_counter() - began - self.search_s)
 
     @property
     def _backend(self) -> Runtime | Backend | None:
@@ -148,16 +160,22 @@ class _Optimization:
         return self.runtime if self.search.measure else None
 
     def _measure(self, backend: Runtime | Backend) -> None:
-        """Run the best candidates; while they run out of memory, search again with less of it."""
+        """Run the best candidates; fit costs to the runs, or try with less memory."""
         self.progress.stage("Running the best for real")
         self.candidates = self._run_best(backend, self.problem, self.candidates)
+        if overfull(self.candidates):
+            self._use_less_memory(backend)
+        else:
+            self._calibrate(backend)
+
+    def _use_less_memory(self, backend: Runtime | Backend) -> None:
+        """Search again with less memory while the best candidates run out of it."""
         for share in SMALLER:
             if self.interrupt.requested or not overfull(self.candidates):
                 return
             self.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
             smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
-            with self.interrupt.polled():
-                candidates = self._candidates(smaller, search_trace)
+            candidates = self._searched(smaller, search_trace) + self._unplaced_candidates()
             if not worth_running(candidates, smaller.cluster):
                 return
             # Runs are only compared with runs of the same rounds.
@@ -165,14 +183,79 @@ class _Optimization:
             self.candidates = [*self._run_best(backend, smaller, candidates), *failed]
             self.search_trace = search_trace
 
+    def _calibrate(self, backend: Runtime | Backend) -> None:
+        """Fit op costs to the runs; where predictions were off, search again with fitted costs."""
+        ran = [each for each in self.candidates if each.measurement and each.can_run]
+        placed = [each for each in ran if not each.is_unplaced]
+        if self.interrupt.requested or not placed or runs_contended(ran):
+            return
+        wrong = mispredicted(ran)
+        if wrong is None:
+            return
+        factors = fitted_factors(
+            self.problem,
+            [each.placement for each in placed],
+            [each.ranking_s(contended=False) for each in placed],
+        )
+        fitted, unplaced = scaled_problem(self.problem, factors), self._fitted_unplaced(ran)
+        self.progress.stage("Predictions were off: searching again with fitted costs")
+        found = self._searched(fitted, search_trace := SearchTrace(), REPEATED)
+        before = [
+            self._predicted_again(each, unplaced if each.is_unplaced and unplaced else fitted)
+            for each in self.candidates
+        ]
+        self.problem, self.unplaced, self.candidates = fitted, unplaced, before
+        self.mispredicted, self.bounds_s = wrong, _bounds_s(found)
+        further = worth_running_too(found, [each for each in before if each.measurement])
+        if further and not self.interrupt.requested:
+            self.progress.stage("Running the best of them for real")
+            self._run_further(backend, further)
+            self.search_trace = search_trace
+
+    def _run_further(self, backend: Runtime | Backend, further: Sequence[Candidate]) -> None:
+        """Run the best of a second search beside the best of the first and the baselines.
+
+        Runs are only compared with runs of the same rounds: if these do not end, the first count.
+        """
+        before = self.candidates
+        ran = [each for each in before if each.measurement and each.can_run]
+        best = choose([each for each in ran if not each.is_unplaced])
+        always = (Kind.UNPLACED, Kind.WARM_START)
+        kept = [each for each in ran if each is best or each.is_single or each.kind in always]
+        both = [*(replace(each, name=f"{each.name}, fitted") for each in further), *kept]
+        try:
+            after = self._run(backend, self.problem, both, range(len(both)))
+        except (WorkerError, OSError):
+            return
+        if not self.interrupt.requested:
+            others = [each for each in before if each not in kept]
+            others = [replace(each, measurement=None) if each in ran else each for each in others]
+            self.candidates = sorted([*after, *others], key=lambda each: each.predicted_s)
+
+    def _fitted_unplaced(self, ran: Sequence[Candidate]) -> Problem | None:
+        """Return the problem of the unplaced model with its costs scaled to its measured step."""
+        unplaced = next((each for each in ran if each.is_unplaced), None)
+        if self.unplaced is None or unplaced is None:
+            return self.unplaced
+        factor = unplaced_factor(unplaced.predicted_s, unplaced.ranking_s(contended=False))
+        return scaled_problem(self.unplaced, {self.unplaced.cluster.devices[0].kind: factor})
+
     def _run_best(
         self, backend: Runtime | Backend, problem: Problem, candidates: Sequence[Candidate]
     ) -> list[Candidate]:
         """Run the best candidates and the best single devices in turn."""
         chosen = worth_running(candidates, problem.cluster)
+        return self._run(backend, problem, candidates, chosen) if chosen else list(candidates)
+
+    def _run(
+        self,
+        backend: Runtime | Backend,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        chosen: Sequence[int],
+    ) -> list[Candidate]:
+        """Run the chosen ones of some candidates in turn."""
         placements = [candidates[i].placement for i in chosen]
-        if not chosen:
-            return list(candidates)
         advance = counter(self.progress)
         if isinstance(backend, Backend):
             results = backend.evaluate(placements, advance)
@@ -189,7 +272,7 @@ class _Optimization:
                 after[i] = replace(candidates[i], measurement=measurement)
         return after
 
-    def _result(self, search_s: float, measuring_s: float) -> Result:
+    def _result(self, measuring_s: float) -> Result:
         best = choose(self.candidates)
         bound_s = self.search.objective.lower_bound_s(self.problem)
         return Result(
@@ -198,45 +281,57 @@ class _Optimization:
             candidates=tuple(self.candidates),
             best=best,
             lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
-            search_s=search_s,
+            search_s=self.search_s,
             measuring_s=0.0 if self._backend is None else measuring_s,
             stopped=self.interrupt.requested,
             extraction=self.extraction,
-            cost_source=self.cost_source,
+            cost_source=self.cost_source
+            if self.mispredicted is None
+            else {kind: fitted_source(text) for kind, text in self.cost_source.items()},
+            mispredicted=self.mispredicted,
             search_trace=self.search_trace,
             trouble=self.trouble,
         ).with_times()
 
-    def _candidates(self, problem: Problem, search_trace: SearchTrace) -> list[Candidate]:
-        """Return the predicted candidates of a search."""
+    def _searched(
+        self, problem: Problem, search_trace: SearchTrace, share: float = 1.0
+    ) -> list[Candidate]:
+        """Return the predicted candidates of a search with a share of the budget."""
+        began = time.perf_counter()
         search, searched = self.search, problem
         if self.coarse is not None:
-            searched = Problem.of(GraphArrays.from_graph(self.coarse.graph), problem.cluster)
+            searched = grouped_problem(self.coarse, problem)
         request = SearchRequest(
             searched,
-            search.budget,
+            search.budget.part(share),
             seed=search.seed,
             progress=self.progress.advance,
             should_stop=self.interrupt.asked,
             search_trace=search_trace,
         )
-        candidates = search.objective.search(request, search.placer)
-        if self.coarse is not None:
-            candidates = [_expanded(candidate, self.coarse) for candidate in candidates]
-            candidates += _by_op(problem)  # groups may exclude good placements
-        if self.warm_start is not None:
-            candidates.append(
-                Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
-            )
-        simulated = Simulated(problem)
-        predicted = [self._predicted(candidate, simulated) for candidate in candidates]
-        if self.unplaced is not None:
-            order = -np.arange(self.unplaced.op_count, dtype=np.float64)
-            unplaced = Evaluator(self.unplaced).candidate(
-                Kind.UNPLACED, np.zeros(len(order), np.int32), order
-            )
-            predicted.append(self._predicted(unplaced, Simulated(self.unplaced)))
+        with self.interrupt.polled():
+            candidates = search.objective.search(request, search.placer)
+            if self.coarse is not None:
+                candidates = [_expanded(candidate, self.coarse) for candidate in candidates]
+                candidates += _by_op(problem)  # groups may exclude good placements
+            if self.warm_start is not None:
+                candidates.append(
+                    Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
+                )
+            simulated = Simulated(problem)
+            predicted = [self._predicted(candidate, simulated) for candidate in candidates]
+        self.search_s += time.perf_counter() - began
         return predicted
+
+    def _unplaced_candidates(self) -> list[Candidate]:
+        """Return the unplaced model, if it can be run."""
+        if self.unplaced is None:
+            return []
+        order = -np.arange(self.unplaced.op_count, dtype=np.float64)
+        candidate = Evaluator(self.unplaced).candidate(
+            Kind.UNPLACED, np.zeros(len(order), np.int32), order
+        )
+        return [self._predicted(candidate, Simulated(self.unplaced))]
 
     def _predicted(self, candidate: Candidate, simulated: Simulated) -> Candidate:
         """Return a candidate with its prediction, as a placement that gives the simulated order."""
@@ -264,6 +359,11 @@ class _Optimization:
         prediction = objective.predict(simulated, placement, schedule if is_known else None)
         return replace(candidate, prediction=prediction)
 
+    def _predicted_again(self, candidate: Candidate, problem: Problem) -> Candidate:
+        """Return a candidate of an earlier search with its prediction by other costs."""
+        prediction = self.search.objective.predict(Simulated(problem), candidate.placement)
+        return replace(candidate, prediction=prediction, bound_ns=None)
+
 
 def _with_less_memory(problem: Problem, share: float) -> Problem:
     devices = tuple(
@@ -271,6 +371,10 @@ def _with_less_memory(problem: Problem, share: float) -> Problem:
         for device in problem.cluster.devices
     )
     return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
+
+
+def _bounds_s(candidates: Sequence[Candidate]) -> list[float]:
+    return [each.bound_s for each in candidates if each.bound_s is not None]
 
 
 def _by_op(problem: Problem) -> list[Candidate]:

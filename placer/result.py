@@ -48,6 +48,7 @@ class Result:
     search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""  # why nothing could be run
     measuring_s: float = 0.0  # time spent on running candidates
+    mispredicted: Candidate | None = None  # for which costs were fitted and the search repeated
 
     def __str__(self) -> str:
         """Return the chosen candidate and the verdict."""
@@ -174,6 +175,8 @@ class Result:
         remarks.append(messages.scatter(best))
         if single is not None and single is not best:
             remarks.append(messages.scatter(single))
+        if self.mispredicted is not None:
+            remarks.append(messages.fitted_costs(self.mispredicted))
         if was_run:
             remarks.append(messages.prediction_error(best, contended=contended))
         remarks += messages.unpredicted_memory(best)

@@ -1,0 +1,111 @@
+"""Problems with costs fitted to steps that were "measured" by a simulator with other costs."""
+
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from envs.costs.factors import CLASSES, class_of
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulated
+from envs.simulator.fitting import fitted_factors, grouped_problem, scaled_problem
+from graphs.coarsen.groups import coarsen
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from tests.helpers.clusters import toy_pair
+
+OPS = ("convolution", "addmm", "sum", "cat", "relu")
+
+
+def graph_of_all_classes(seed: int, chains: int = 10, length: int = 5) -> nx.DiGraph[str]:
+    """Return chains of ops of one class each."""
+    rng = np.random.default_rng(seed)
+    graph = new_graph("chains")
+    for chain in range(chains):
+        for i in range(length):
+            name = f"{chain}.{i}"
+            cost_s = {"*": float(rng.uniform(1e-3, 2e-3))}
+            add_op(graph, name, op=OPS[chain % len(OPS)], cost_s=cost_s, output_bytes=1000)
+            if i:
+                add_edge(graph, f"{chain}.{i - 1}", name)
+    return graph
+
+
+def placements_of(problem: Problem, count: int) -> list[Placement]:
+    """Return random placements, in an order of their own, each chain on one device."""
+    rng = np.random.default_rng(1)
+    chains = np.array([int(name.split(".")[0]) for name in problem.graph.ids])
+    return [
+        Placement.of(
+            problem.graph,
+            problem.cluster,
+            rng.integers(problem.device_count, size=chains.max() + 1).astype(np.int32)[chains],
+            rng.permutation(problem.op_count).astype(np.float64),
+        )
+        for _ in range(count)
+    ]
+
+
+def measured_s(problem: Problem, placements: list[Placement]) -> list[float]:
+    return [each.step_s for each in Simulated(problem).evaluate(placements)]
+
+
+def test_factors_of_a_machine_are_found_from_its_steps() -> None:
+    problem = Problem.of(GraphArrays.from_graph(graph_of_all_classes(0)), toy_pair("a", "b"))
+    true = dict(zip(CLASSES, (1.3, 0.9, 1.1, 1.0, 0.8), strict=True))
+    machine = scaled_problem(problem, {"x": true})
+    placements = placements_of(problem, 200)
+    factors = fitted_factors(problem, placements, measured_s(machine, placements))
+    assert factors.keys() == {"x"}
+    assert factors["x"] == pytest.approx(true, rel=0.02)
+    fitted = scaled_problem(problem, factors)
+    others = placements_of(problem, 210)[200:]
+    assert measured_s(fitted, others) == pytest.approx(measured_s(machine, others), rel=0.02)
+
+
+def test_steps_as_predicted_change_nothing() -> None:
+    problem = Problem.of(GraphArrays.from_graph(graph_of_all_classes(0)), toy_pair("a", "b"))
+    placements = placements_of(problem, 5)
+    factors = fitted_factors(problem, placements, measured_s(problem, placements))
+    assert factors == {"x": dict.fromkeys(CLASSES, 1.0)}
+
+
+def test_launches_keep_their_time_and_a_kind_without_ops_gets_no_factor() -> None:
+    devices = (
+        Device(name="a", kind="x", memory_bytes=1 << 40, launch_s=1e-3),
+        Device(name="b", kind="y", memory_bytes=1 << 40),
+    )
+    link = Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+    cluster = Cluster(name="pair", devices=devices, links=(link,))
+    problem = Problem.of(GraphArrays.from_graph(graph_of_all_classes(0, 1, 10)), cluster)
+    machine = scaled_problem(problem, {"x": {"convolution": 1.25}})
+    zeros = np.zeros(problem.op_count)
+    alone = [Placement.of(problem.graph, cluster, zeros.astype(np.int32), zeros)]
+    factors = fitted_factors(problem, alone, measured_s(machine, alone))
+    assert factors.keys() == {"x"}
+    assert factors["x"]["convolution"] == pytest.approx(1.25, rel=0.01)
+    assert (machine.cost_ns[:, 1] == problem.cost_ns[:, 1]).all()
+    work_ns = problem.cost_ns[:, 0] - 1_000_000
+    np.testing.assert_allclose(machine.cost_ns[:, 0], 1.25 * work_ns + 1_000_000, atol=1)
+
+
+def test_a_factor_of_a_kind_scales_all_its_ops() -> None:
+    problem = Problem.of(GraphArrays.from_graph(graph_of_all_classes(0)), toy_pair("a", "b"))
+    scaled = scaled_problem(problem, {"x": 2.0})
+    np.testing.assert_allclose(scaled.cost_ns, 2 * problem.cost_ns, atol=1)
+
+
+def test_groups_cost_what_their_ops_do() -> None:
+    graph = graph_of_all_classes(2)
+    groups = coarsen(graph, most_groups=7)
+    problem = Problem.of(GraphArrays.from_graph(graph), toy_pair("a", "b"))
+    plain = Problem.of(GraphArrays.from_graph(groups.graph), problem.cluster)
+    assert (grouped_problem(groups, problem).cost_ns == plain.cost_ns).all()
+    fitted = scaled_problem(problem, {"x": {"convolution": 1.3, "copy": 0.8}})
+    of_ops = np.array([{"convolution": 1.3, "copy": 0.8}.get(class_of(op), 1.0) for op in OPS])
+    of_chain = of_ops[[int(name.split(".")[0]) % len(OPS) for name in problem.graph.ids]]
+    expected_s = np.bincount(groups.group_of, problem.graph.costs_for("x") * of_chain)
+    cost_ns = grouped_problem(groups, fitted).cost_ns[:, 0]
+    np.testing.assert_allclose(cost_ns, expected_s * 1e9, atol=2)

@@ -1,0 +1,141 @@
+"""Searches on machines whose ops cost other than known: the second search, with fitted costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import networkx as nx
+import pytest
+
+import placer
+from envs.backend import ProgressCallback, StepResult
+from envs.costs.factors import FITTED
+from envs.executors.cores.errors import WorkerError
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulated
+from envs.simulator.fitting import scaled_problem
+from graphs.graph import GraphArrays, add_op, new_graph
+from placer.pipeline import optimize_problem
+from placer.result import Result
+from tests.helpers.clusters import toy_pair
+
+CONVOLUTIONS_MS = (9, 5, 8, 3, 11, 2)
+PRODUCTS_MS = (4, 8, 2, 6, 3, 11)
+SLOW = {"x": {"convolution": 1.3}}
+
+
+def independent_ops() -> nx.DiGraph[str]:
+    graph = new_graph("independent", {"*": "by hand"})
+    for op, costs_ms in (("convolution", CONVOLUTIONS_MS), ("addmm", PRODUCTS_MS)):
+        for i, cost_ms in enumerate(costs_ms):
+            add_op(graph, f"{op}.{i}", op=op, cost_s={"*": cost_ms / 1e3}, output_bytes=10)
+    return graph
+
+
+PROBLEM = Problem.of(GraphArrays.from_graph(independent_ops()), toy_pair("a", "b"))
+
+
+class Machine:
+    """Runs placements on a simulator whose ops cost other than those of the problem."""
+
+    def __init__(self, factors: Any) -> None:
+        self.simulated = Simulated(scaled_problem(PROBLEM, factors))
+        self.runs: list[list[Placement]] = []
+
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
+        self.runs.append(list(placements))
+        return self.simulated.evaluate(placements, progress)
+
+
+def optimized(machine: Any, **search: Any) -> Result:
+    config = {"budget": "600e", "policy": None, "backend": machine, **search}
+    return optimize_problem(PROBLEM, placer.SearchConfig(**config))
+
+
+def test_the_second_search_finds_a_better_placement_and_predicts_it() -> None:
+    machine = Machine(SLOW)
+    result = optimized(machine)
+    first, second = machine.runs
+    steps_s = [step.step_s for step in machine.simulated.evaluate(first)]
+    best = result.best
+    assert best.measurement is not None
+    assert best.measurement.median_s < 0.95 * min(steps_s)
+    assert best.predicted_s == pytest.approx(best.measurement.median_s, rel=0.03)
+    assert best.name.endswith(", fitted")
+    (again,) = Simulated(result.problem).evaluate([result.placement])
+    assert again.step_s == best.predicted_s
+    assert result.lower_bound_s <= best.predicted_s
+
+    # Speed-ups are by the same rounds: the best of the first search and one device ran again.
+    ran = [each for each in result.candidates if each.measurement is not None]
+    assert len(ran) == len(second)
+    assert min(steps_s) in [each.measurement.median_s for each in ran if each.measurement]
+    assert result.single is not None
+    assert result.single.measurement is not None
+
+    assert result.mispredicted is not None
+    assert result.mispredicted.predicted_s < 0.9 * min(steps_s)
+    assert sum("fitted" in remark for remark in result.remarks) == 1
+
+
+def test_results_by_evaluations_are_the_same_every_time() -> None:
+    first, again = optimized(Machine(SLOW)), optimized(Machine(SLOW))
+    assert first.placement.devices == again.placement.devices
+    assert first.placement.predicted == again.placement.predicted
+    assert [each.name for each in first.candidates] == [each.name for each in again.candidates]
+
+
+def test_a_prediction_within_a_tenth_is_enough() -> None:
+    machine = Machine({"x": {"convolution": 1.05}})
+    result = optimized(machine)
+    assert len(machine.runs) == 1
+    assert result.mispredicted is None
+    assert result.problem is PROBLEM
+    assert not any("fitted" in remark for remark in result.remarks)
+
+
+def test_without_a_better_placement_the_first_runs_count_with_new_predictions() -> None:
+    machine = Machine({"x": 1.3})  # all costs: the best placement stays the best
+    result = optimized(machine, placer="exact")
+    assert len(machine.runs) == 1
+    assert result.mispredicted is not None
+    for each in result.candidates:
+        if each.measurement is not None:
+            assert each.predicted_s == pytest.approx(each.measurement.median_s, rel=0.03)
+
+
+def test_sources_say_that_costs_are_fitted() -> None:
+    search = placer.SearchConfig(budget="200e", policy=None, backend=Machine(SLOW))
+    result = placer.optimize(independent_ops(), PROBLEM.cluster, search=search, progress=False)
+    assert set(result.cost_source.values()) == {f"by hand{FITTED}"}
+
+
+@pytest.mark.parametrize("error", [WorkerError, KeyboardInterrupt])
+def test_the_first_runs_count_if_the_second_do_not_end(error: type[BaseException]) -> None:
+    class Ending(Machine):
+        def evaluate(
+            self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+        ) -> list[StepResult]:
+            if self.runs:
+                raise error("the end")
+            return super().evaluate(placements, progress)
+
+    machine = Ending(SLOW)
+    result = optimized(machine)
+    assert result.stopped == (error is KeyboardInterrupt)
+    steps_s = [step.step_s for step in machine.simulated.evaluate(machine.runs[0])]
+    assert result.best.measurement is not None
+    assert result.best.measurement.median_s == min(steps_s)
+    assert result.trouble == ""
+
+
+def test_groups_are_searched_again_with_the_costs_of_their_ops() -> None:
+    search = placer.SearchConfig(budget="200e", policy=None, backend=Machine(SLOW), groups=8)
+    result = placer.optimize(independent_ops(), PROBLEM.cluster, search=search, progress=False)
+    assert result.mispredicted is not None
+    assert result.best.measurement is not None
+    assert result.best.predicted_s == pytest.approx(result.best.measurement.median_s, rel=0.03)
