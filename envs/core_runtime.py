@@ -95,14 +95,22 @@ class CoreRuntime:
         check_cluster(cluster)
         here = first_of_kinds([one for one in cluster.devices if is_local_core_set(one.name)])
         described = [device for device in cluster.devices if device.kind not in here]
-        costs = core_costs(self.extraction, progress).costs(here, fresh=fresh) if here else {}
+        unplaced = runs_unplaced(cluster.names)
+        known = core_costs(self.extraction, progress, unplaced=unplaced)
+        costs = known.costs(here, fresh=fresh) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():
             costs[kind] = OpCosts.of_one_source(cost_s, SOURCE)
         return costs
 
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
         """Return the cached costs on cores of this machine, None unless all ops are cached."""
-        return core_costs(self.extraction).known(first_of_kinds(cluster.devices))
+        costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
+        return costs.known(first_of_kinds(cluster.devices))
+
+    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep factors of costs on cores of this machine, or of the unplaced model there."""
+        costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
+        costs.keep_factors(first_of_kinds(cluster.devices), factors)
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with all its memory."""
@@ -139,7 +147,7 @@ class CoreRuntime:
         """Return the placed model; its workers run until it is closed."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
-        if runs_unplaced(fitting):
+        if runs_unplaced(fitting.device_names):
             return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
@@ -185,7 +193,7 @@ class CoreExecutor:
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
-        if runs_unplaced(placement):
+        if runs_unplaced(placement.device_names):
             return self._load_unplaced(placement.device_names[0])
         schedule = self._simulator.run(*placement.arrays())
         lists = device_lists(
@@ -357,9 +365,9 @@ def alone(device: Device) -> Cluster:
     return Cluster(name=f"this-machine:{device.name}", devices=(device,))
 
 
-def runs_unplaced(placement: Placement) -> bool:
-    """Return whether a placement leaves the model unplaced: its one device has several cores."""
-    return len(placement.device_names) == 1 and len(cores_of(placement.device_names[0])) > 1
+def runs_unplaced(names: Sequence[str]) -> bool:
+    """Return whether these devices leave the model unplaced: there is one, of several cores."""
+    return len(names) == 1 and is_local_core_set(names[0]) and len(cores_of(names[0])) > 1
 
 
 def _pool_with_example(

@@ -58,6 +58,13 @@ class Runtime(Protocol):
         """Return the cached costs, or None if any would have to be measured."""
         ...
 
+    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep factors {device kind: {class of ops: factor}} with the cached costs.
+
+        They were fitted to measured steps of the problem that these costs made.
+        """
+        ...
+
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with the memory that placements may use."""
         ...

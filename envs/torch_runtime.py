@@ -93,6 +93,12 @@ class TorchRuntime:
         costs = call_costs(self.extraction, self.call_graph)
         return costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
 
+    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep factors of the costs of calls."""
+        if self.call_graph is not None:
+            costs = call_costs(self.extraction, self.call_graph)
+            costs.keep_factors(first_of_kinds(cluster.devices), factors)
+
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 

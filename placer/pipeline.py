@@ -12,7 +12,7 @@ import numpy as np
 
 from envs.backend import Backend, measurements
 from envs.compiled import loading_stage
-from envs.costs.factors import fitted_source, unplaced_factor
+from envs.costs.factors import fitted_source, unplaced_factors
 from envs.executors.cores.errors import WorkerError
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
@@ -189,15 +189,18 @@ class _Optimization:
         placed = [each for each in ran if not each.is_unplaced]
         if self.interrupt.requested or not placed or runs_contended(ran):
             return
-        wrong = mispredicted(ran)
-        if wrong is None:
-            return
         factors = fitted_factors(
             self.problem,
             [each.placement for each in placed],
             [each.ranking_s(contended=False) for each in placed],
         )
-        fitted, unplaced = scaled_problem(self.problem, factors), self._fitted_unplaced(ran)
+        unplaced = self._fitted_unplaced(ran)
+        if self.search.backend is None and self.runtime is not None:
+            self.runtime.keep_factors(self.problem.cluster, factors)
+        wrong = mispredicted(ran)
+        if wrong is None:
+            return
+        fitted = scaled_problem(self.problem, factors)
         self.progress.stage("Predictions were off: searching again with fitted costs")
         found = self._searched(fitted, search_trace := SearchTrace(), REPEATED)
         before = [
@@ -233,12 +236,15 @@ class _Optimization:
             self.candidates = sorted([*after, *others], key=lambda each: each.predicted_s)
 
     def _fitted_unplaced(self, ran: Sequence[Candidate]) -> Problem | None:
-        """Return the problem of the unplaced model with its costs scaled to its measured step."""
+        """Fit the costs of the unplaced model to its step; return its problem with them."""
         unplaced = next((each for each in ran if each.is_unplaced), None)
-        if self.unplaced is None or unplaced is None:
+        if self.unplaced is None or unplaced is None or self.runtime is None:
             return self.unplaced
-        factor = unplaced_factor(unplaced.predicted_s, unplaced.ranking_s(contended=False))
-        return scaled_problem(self.unplaced, {self.unplaced.cluster.devices[0].kind: factor})
+        cluster = self.unplaced.cluster
+        of_ops = unplaced_factors(unplaced.predicted_s, unplaced.ranking_s(contended=False))
+        factors = {cluster.devices[0].kind: of_ops}
+        self.runtime.keep_factors(cluster, factors)
+        return scaled_problem(self.unplaced, factors)
 
     def _run_best(
         self, backend: Runtime | Backend, problem: Problem, candidates: Sequence[Candidate]

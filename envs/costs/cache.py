@@ -65,6 +65,7 @@ TABLES: Final = (
         PRIMARY KEY (signature, session)
     ) WITHOUT ROWID""",
 )
+FACTORS: Final = "factor"  # table of :mod:`envs.costs.factor_cache`, made when it is needed
 MEANING: Final = 1  # version of what a time means
 EVERY_FILE: Final = "op-costs-*.sqlite*"
 Result = TypeVar("Result")
@@ -177,6 +178,8 @@ class CostCache:
                 of_kind = "SELECT id FROM session WHERE kind = ?"
                 file.execute(f"DELETE FROM cost WHERE session IN ({of_kind})", [kind])
                 file.execute("DELETE FROM session WHERE kind = ?", [kind])
+                if self._has_factors(file):
+                    file.execute(f"DELETE FROM {FACTORS} WHERE kind = ?", [kind])
 
     def files(self) -> list[Path]:
         """Return the cache's existing files, with those set aside and those of other versions."""
@@ -188,6 +191,10 @@ class CostCache:
     def _is_empty(self) -> bool:
         """Return whether nothing was ever stored; a full disk may leave a file without tables."""
         return not self.path.exists() or self.path.stat().st_size == 0
+
+    def _has_factors(self, file: sqlite3.Connection) -> bool:
+        query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
+        return bool(file.execute(query, [FACTORS]).fetchone()[0])
 
     def _read(
         self, conditions: Conditions, signatures: list[str]

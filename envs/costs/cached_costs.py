@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from envs.costs.cache import Conditions, CostCache, Session
+from envs.costs.factor_cache import FactorCache, step_id
+from envs.costs.factors import LARGEST, LARGEST_UNPLACED, factors_of_ops, fitted_source
 from envs.hardware.cache_folder import host, processor
 from envs.hardware.cluster import Device
 from envs.hardware.discover import device_kind
@@ -40,13 +42,17 @@ class MeasuredCosts:
     device of each kind; nan for an op that does not fit on the device. ``signatures`` (N,) identify
     the ops: equal signatures, equal cost; None if they cannot be cached. ``method`` says how they
     are measured and ends the source of each cost. With ``launched`` a cached time includes the
-    launch overhead of its device, which the costs themselves exclude.
+    launch overhead of its device, which the costs themselves exclude. Cached costs are multiplied
+    by the factors of the ops' ``classes`` (N,) that were fitted to measured steps; those of the
+    ``unplaced`` model are its own.
     """
 
     profile: Callable[[Sequence[Device]], Mapping[str, NDArray[np.float64]]]
     method: str
     signatures: Sequence[str] | None = None
     launched: bool = False
+    classes: Sequence[str] = ()
+    unplaced: bool = False
 
     def known(self, devices: Mapping[str, Device]) -> dict[str, OpCosts] | None:
         """Return {device kind: costs}, or None unless all are in the cache."""
@@ -69,7 +75,9 @@ class MeasuredCosts:
             if self.signatures is not None:
                 with_launch_s = runs_s + self._overhead_s(devices[kind])
                 session = session_of(with_launch_s, self.signatures, today)
-                CostCache().store(conditions_of(devices[kind]), session)
+                conditions = conditions_of(devices[kind])
+                CostCache().store(conditions, session)
+                FactorCache().forget_factors(conditions, self._step)
             cost_s = np.median(runs_s, axis=0)
             costs[kind] = OpCosts.of_one_source(cost_s, f"measured {today}{self.method}")
         return costs
@@ -81,15 +89,39 @@ class MeasuredCosts:
         if signatures is None:
             return cached
         for kind, device in devices.items():
-            known = CostCache().known(conditions_of(device), signatures)
+            conditions = conditions_of(device)
+            known = CostCache().known(conditions, signatures)
             if all(signature in known for signature in signatures):
                 ops = [known[signature] for signature in signatures]
                 times_s = np.array([op.cost_s for op in ops])
-                cached[kind] = OpCosts(
+                costs = OpCosts(
                     cost_s=np.maximum(times_s - self._overhead_s(device), 0.0),
                     sources=[f"cached, measured {op.measured}{self.method}" for op in ops],
                 )
+                factors = FactorCache().factors(conditions, self._step)
+                cached[kind] = self._fitted(costs, factors) if factors else costs
         return cached
+
+    def keep_factors(
+        self, devices: Mapping[str, Device], factors: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Keep factors {device kind: {class: factor}} with the costs that they were fitted to."""
+        if self.signatures is None:
+            return
+        largest = LARGEST_UNPLACED if self.unplaced else LARGEST
+        for kind in factors.keys() & devices.keys():
+            conditions = conditions_of(devices[kind])
+            FactorCache().scale_factors(conditions, self._step, factors[kind], largest)
+
+    def _fitted(self, costs: OpCosts, factors: Mapping[str, float]) -> OpCosts:
+        return OpCosts(
+            cost_s=costs.cost_s * factors_of_ops(self.classes, factors),
+            sources=[fitted_source(source) for source in costs.sources],
+        )
+
+    @property
+    def _step(self) -> str:
+        return step_id(self.signatures or (), unplaced=self.unplaced)
 
     def _overhead_s(self, device: Device) -> float:
         return device.launch_s if self.launched else 0.0

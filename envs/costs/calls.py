@@ -23,6 +23,7 @@ from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
+from envs.costs.factors import classes_of
 from envs.costs.ops import node_signatures
 from envs.costs.torch_speeds import REPEATS, burst, calls_per_burst, seconds_per_call
 from envs.executors.torch.call_text import CallText
@@ -61,6 +62,7 @@ def call_costs(
         method=", each call alone",
         signatures=node_signatures(extraction, calls),
         launched=True,
+        classes=classes_of(calls.graph),
     )
 
 

@@ -14,8 +14,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
+
+from graphs.graph import attributes_of
 
 OTHER: Final = "elementwise"
 PATTERNS: Final = {
@@ -27,15 +30,13 @@ PATTERNS: Final = {
 }
 """Classes by the words in names of ops; the first that matches counts. All others are ``OTHER``."""
 CLASSES: Final = (*PATTERNS, OTHER)
-UNPLACED: Final = "unplaced model"
-"""Class of all ops of the unplaced model, whose own code runs, not its ops one by one."""
 COMMON_DEVIATION: Final = 0.3
 OWN_DEVIATION: Final = 0.1
 NOISE: Final = 0.02
 """Standard deviations of the logarithms: of factors of a kind, of single classes, of steps."""
 LARGEST: Final = 1.5
 """Factors of classes are within 1 / ``LARGEST`` and ``LARGEST``."""
-LARGEST_UNPLACED: Final = 4.0
+LARGEST_UNPLACED: Final = 4.0  # for all ops at once: its own code runs, not its ops one by one
 FITTED: Final = ", fitted to measured steps"
 
 _KNOWN: Final = [(name, re.compile(words, re.I)) for name, words in PATTERNS.items()]
@@ -49,6 +50,11 @@ def class_of(op: str) -> str:
     """
     words = op.replace("_", " ")
     return next((name for name, pattern in _KNOWN if pattern.search(words)), OTHER)
+
+
+def classes_of(graph: nx.DiGraph[str]) -> tuple[str, ...]:
+    """Return the class of every op of a graph, (N,)."""
+    return tuple(class_of(attributes_of(graph, op_id)["op"]) for op_id in graph)
 
 
 def factors_of_ops(classes: Sequence[str], factors: Mapping[str, float]) -> NDArray[np.float64]:
@@ -79,9 +85,10 @@ def fit(
     return np.asarray(np.clip(best, -math.log(LARGEST), math.log(LARGEST)), np.float64)
 
 
-def unplaced_factor(predicted_s: float, measured_s: float) -> float:
-    """Return the factor of the unplaced model: measured over predicted, within the limits."""
-    return min(max(measured_s / predicted_s, 1.0 / LARGEST_UNPLACED), LARGEST_UNPLACED)
+def unplaced_factors(predicted_s: float, measured_s: float) -> dict[str, float]:
+    """Return the factors of the unplaced model: measured over predicted, for all classes."""
+    factor = min(max(measured_s / predicted_s, 1.0 / LARGEST_UNPLACED), LARGEST_UNPLACED)
+    return dict.fromkeys(CLASSES, factor)
 
 
 def fitted_source(source: str) -> str:

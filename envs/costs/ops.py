@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
+from envs.costs.factors import classes_of
 from envs.costs.modules import MODULE_BY_MODULE, profile_modules
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.errors import once_more
@@ -34,10 +35,14 @@ PROFILE_TIMEOUT_S: Final = 600.0
 
 
 def core_costs(
-    extraction: Extraction, progress: Callable[[int, int], None] | None = None
+    extraction: Extraction,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    unplaced: bool = False,
 ) -> MeasuredCosts:
     """Return the costs of the ops of a step on core sets of this machine, one of each kind.
 
+    Those of the ``unplaced`` model are the same until they are fitted to its measured step.
     Ops of a graph of modules have no signature to cache them by. Measuring raises WorkerError where
     an op cannot run on a device, ExtractionError where modules cannot be timed.
     """
@@ -50,6 +55,8 @@ def core_costs(
         profile=functools.partial(profile_runs, extraction, progress=progress),
         method=" in runs of the whole step",
         signatures=op_signatures(extraction.program),
+        classes=classes_of(extraction.graph),
+        unplaced=unplaced,
     )
 
 

@@ -68,15 +68,10 @@ def fitted_factors(
     }
 
 
-def scaled_problem(problem: Problem, factors: Mapping[str, Mapping[str, float] | float]) -> Problem:
-    """Return the problem with costs multiplied by factors: of a kind, or of its classes of ops."""
+def scaled_problem(problem: Problem, factors: Mapping[str, Mapping[str, float]]) -> Problem:
+    """Return the problem with costs multiplied by the factors of kinds and classes of ops."""
     classes = [class_of(op) for op in problem.graph.ops]
-    of_ops = {
-        kind: np.full(len(classes), factor)
-        if isinstance(factor, float)
-        else factors_of_ops(classes, factor)
-        for kind, factor in factors.items()
-    }
+    of_ops = {kind: factors_of_ops(classes, of_kind) for kind, of_kind in factors.items()}
     return Problem.of(_scaled(problem.graph, of_ops), problem.cluster)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -10,15 +13,23 @@ import pytest
 
 import placer
 from envs.backend import ProgressCallback, StepResult
-from envs.costs.factors import FITTED
+from envs.core_runtime import CoreRuntime
+from envs.costs.cache import CostCache, Session
+from envs.costs.cached_costs import conditions_of
+from envs.costs.factors import CLASSES, FITTED
+from envs.costs.ops import op_signatures
 from envs.executors.cores.errors import WorkerError
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.runtime import costed_problem, runtime_for
 from envs.simulator import Simulated
 from envs.simulator.fitting import scaled_problem
+from graphs.extract import extract
 from graphs.graph import GraphArrays, add_op, new_graph
 from placer.pipeline import optimize_problem
 from placer.result import Result
+from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair
 
 CONVOLUTIONS_MS = (9, 5, 8, 3, 11, 2)
@@ -99,7 +110,9 @@ def test_a_prediction_within_a_tenth_is_enough() -> None:
 
 
 def test_without_a_better_placement_the_first_runs_count_with_new_predictions() -> None:
-    machine = Machine({"x": 1.3})  # all costs: the best placement stays the best
+    machine = Machine(
+        {"x": dict.fromkeys(CLASSES, 1.3)}
+    )  # all costs: the best placement stays the best
     result = optimized(machine, placer="exact")
     assert len(machine.runs) == 1
     assert result.mispredicted is not None
@@ -139,3 +152,74 @@ def test_groups_are_searched_again_with_the_costs_of_their_ops() -> None:
     assert result.mispredicted is not None
     assert result.best.measurement is not None
     assert result.best.predicted_s == pytest.approx(result.best.measurement.median_s, rel=0.03)
+
+
+class Stopwatch:
+    """Times placements of a step as a machine would whose ops cost other than measured."""
+
+    interrupted = False
+
+    def __init__(self, problem: Problem) -> None:
+        self.simulated = Simulated(problem)
+
+    def __enter__(self) -> Stopwatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
+        results = []
+        for placement in placements:
+            if placement.device_names == self.simulated.problem.cluster.names:
+                results += self.simulated.evaluate([placement], progress)
+            else:
+                results.append(StepResult(step_s=UNPLACED_S, peak_memory_bytes={}))
+        return results
+
+
+UNPLACED_S = 100.0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_fitted_costs_are_kept_with_the_costs_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    workload = tiny_models.conv_net()
+    devices = tuple(
+        Device(name=name, kind="core", memory_bytes=1 << 34) for name in ("core:0", "core:1")
+    )
+    link = Link(between=("core:0", "core:1"), latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    cluster = Cluster(name="two cores", devices=devices, links=(link,))
+    extraction = extract(workload)
+    signatures = op_signatures(extraction.program)
+    costs_s = dict.fromkeys(signatures, 1e-3)
+    for kind in ("core", "core*2"):
+        session = Session(cost_s=costs_s, runs=5, spread=0.0, measured="2026-01-01")
+        conditions = replace(conditions_of(devices[0]), kind=kind)
+        CostCache().store(conditions, session)
+    runtime = runtime_for(extraction, cluster)
+    plain = costed_problem(runtime, cluster)
+    slow = scaled_problem(plain, {"core": dict.fromkeys(CLASSES, 1.3)})
+    monkeypatch.setattr(CoreRuntime, "backend", lambda *_, **__: Stopwatch(slow))
+
+    def result() -> Result:
+        search = placer.SearchConfig(budget="200e", policy=None)
+        return placer.optimize(workload, cluster, search=search, progress=False)
+
+    first, again = result(), result()
+    assert first.mispredicted is not None
+    assert again.mispredicted is None
+    for each in (first, again):
+        assert each.best.measurement is not None
+        assert each.best.predicted_s == pytest.approx(each.best.measurement.median_s, rel=0.03)
+        assert each.cost_source["core"].endswith(FITTED)
+        assert each.unplaced is not None
+    assert again.unplaced is not None
+    unplaced_s = len(signatures) * 1e-3
+    assert again.unplaced.predicted_s == pytest.approx(min(UNPLACED_S, 4 * unplaced_s))
+    evaluation = placer.evaluate(again.placement, workload, cluster, progress=False)
+    assert evaluation.step_s == pytest.approx(again.best.predicted_s, rel=0.01)

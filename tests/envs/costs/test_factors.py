@@ -20,7 +20,7 @@ from envs.costs.factors import (
     factors_of_ops,
     fit,
     fitted_source,
-    unplaced_factor,
+    unplaced_factors,
 )
 
 TRUE = np.array([1.3, 0.9, 1.05, 1.0, 1.1])
@@ -107,9 +107,12 @@ def test_known_factors_are_the_starting_point_not_the_prior() -> None:
 def test_factors_are_within_limits() -> None:
     assert np.exp(fit(np.array([[1.0]]), np.array([3.0]), ["core"])) == pytest.approx(LARGEST)
     assert np.exp(fit(np.array([[1.0]]), np.array([-3.0]), ["core"])) == pytest.approx(1 / LARGEST)
-    assert unplaced_factor(2.0, 3.0) == 1.5
-    assert unplaced_factor(1.0, 100.0) == LARGEST_UNPLACED
-    assert unplaced_factor(100.0, 1.0) == 1 / LARGEST_UNPLACED
+    for (predicted_s, measured_s), factor in {
+        (2.0, 3.0): 1.5,
+        (1.0, 100.0): LARGEST_UNPLACED,
+        (100.0, 1.0): 1 / LARGEST_UNPLACED,
+    }.items():
+        assert unplaced_factors(predicted_s, measured_s) == dict.fromkeys(CLASSES, factor)
 
 
 def test_ops_without_a_factor_keep_their_cost_and_sources_say_it_once() -> None:

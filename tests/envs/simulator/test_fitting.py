@@ -91,12 +91,6 @@ def test_launches_keep_their_time_and_a_kind_without_ops_gets_no_factor() -> Non
     np.testing.assert_allclose(machine.cost_ns[:, 0], 1.25 * work_ns + 1_000_000, atol=1)
 
 
-def test_a_factor_of_a_kind_scales_all_its_ops() -> None:
-    problem = Problem.of(GraphArrays.from_graph(graph_of_all_classes(0)), toy_pair("a", "b"))
-    scaled = scaled_problem(problem, {"x": 2.0})
-    np.testing.assert_allclose(scaled.cost_ns, 2 * problem.cost_ns, atol=1)
-
-
 def test_groups_cost_what_their_ops_do() -> None:
     graph = graph_of_all_classes(2)
     groups = coarsen(graph, most_groups=7)
