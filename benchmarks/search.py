@@ -282,6 +282,7 @@ def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> 
     changed = replace(
         graph,
         cost_s={kind: cost * cost_factor for kind, cost in graph.cost_s.items()},
+        loaded_cost_s={kind: cost * cost_factor for kind, cost in graph.loaded_cost_s.items()},
         edge_bytes=(graph.edge_bytes * byte_factor).round().astype(np.int64),
     )
     evaluator = Evaluator(Problem.of(changed, problem.cluster))

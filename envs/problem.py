@@ -9,7 +9,7 @@ compiled code. :func:`toy_problem` is a small problem for defaults, examples and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from envs.compiled import compiled_inline
 from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
+from envs.hardware.discover import split_name
 from envs.hardware.host import Host, is_synchronous
+from envs.hardware.link_tables import LinkTables
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
 Bools = NDArray[np.bool_]
@@ -26,7 +28,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
-NO_QUEUE = -1
 HORIZON_BITS: Final = 39
 HORIZON_NS: Final = 1 << HORIZON_BITS
 """Upper bound on step times, 550 s."""
@@ -73,6 +74,37 @@ class HostThreads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """What ops cost more while other devices of their machine compute.
+
+    With b of n such devices computing, an op costs ``extra_ns`` * b / n more, rounded half up.
+    """
+
+    extra_ns: Longs  # (N, D)
+    machine: Ints  # (D,) the same number where devices slow each other down, -1 for none
+
+    @classmethod
+    def of(cls, graph: GraphArrays, cluster: Cluster, cost_ns: Longs) -> Load | None:
+        """Return the load among devices of one machine whose kinds have loaded costs, if any."""
+        if not graph.loaded_cost_s or cluster.hosts:
+            return None
+        extra_ns = np.zeros_like(cost_ns)
+        machines: list[str | None] = [None] * len(cluster)
+        for d, device in enumerate(cluster.devices):
+            loaded_s = graph.loaded_costs_for(device.kind) + device.launch_s
+            if not np.isnan(loaded_s).all():
+                loaded_ns = each_in_nanoseconds(np.minimum(np.nan_to_num(loaded_s), LONGEST_S))
+                extra_ns[:, d] = (loaded_ns - cost_ns[:, d]).clip(0)
+                machines[d] = split_name(device.name)[0]
+        machine = [
+            machines.index(m) if m is not None and machines.count(m) > 1 else -1 for m in machines
+        ]
+        if max(machine) < 0:
+            return None
+        return cls(extra_ns=frozen(extra_ns), machine=frozen(np.array(machine, np.int32)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
     """N ops of ``graph`` to be placed on the D devices of ``cluster``.
 
@@ -101,6 +133,7 @@ class Problem:
     memory_bytes: Longs  # (D,)
     held_bytes: Longs  # (N,) on the op's device from its start to the end of the step
     hosts: HostThreads | None = None  # None: a process drives each device
+    load: Load | None = None  # None: costs do not depend on what other devices do
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -139,7 +172,7 @@ class Problem:
             [device.launch_s for device in cluster.devices],
         )
         allowed, cost_ns = _costs(graph, cluster, hosts)
-        links = _Links.of(cluster)
+        links = LinkTables.of(cluster)
         return cls(
             graph=graph,
             cluster=cluster,
@@ -155,6 +188,7 @@ class Problem:
             memory_bytes=frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
             held_bytes=frozen(held_bytes_of(graph)),
             hosts=hosts,
+            load=Load.of(graph, cluster, cost_ns),
         )
 
     def cheapest_ns(self) -> Longs:
@@ -238,66 +272,6 @@ def _unplaceable(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> s
     if graph.group[op] >= 0:
         text += "; all ops of its co-location group need one common device"
     return text + ". Profile it on these devices, or name others."
-
-
-class _Links:
-    """Latency, bandwidth and queues of each ordered pair of devices."""
-
-    def __init__(self, count: int) -> None:
-        self.latency_s = np.zeros((count, count))
-        self.bandwidth_bytes_per_s = np.full((count, count), np.inf)
-        self.connected = np.eye(count, dtype=np.bool_)
-        self.queue = np.full((count, count), NO_QUEUE, np.int32)
-        self.second_queue = np.full((count, count), NO_QUEUE, np.int32)
-        self.by_priority: list[bool] = []
-        self._number: dict[tuple[object, ...], int] = {}
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> _Links:
-        links = cls(len(cluster))
-        index = {name: d for d, name in enumerate(cluster.names)}
-        ports = [{index[n]: link.port_of(n) for n in link.between} for link in cluster.links]
-        first = np.full((len(cluster), len(cluster)), -1)  # the link of each pair
-        for number in reversed(range(len(cluster.links))):
-            link, ends = cluster.links[number], np.array(list(ports[number]))
-            if link.one_way:
-                first[ends[0], ends[1]] = number
-                continue
-            _, port = np.unique(list(ports[number].values()), return_inverse=True)
-            apart = port[:, None] != port[None]
-            first[np.ix_(ends, ends)] = np.where(apart, number, first[np.ix_(ends, ends)])
-        for s, d in np.argwhere(first >= 0).tolist():
-            number = int(first[s, d])
-            links._join(cluster.links[number], number, s, d, ports[number])
-        return links
-
-    def _join(self, link: Link, number: int, s: int, d: int, port: Mapping[int, str]) -> None:
-        out, into = port[s], port[d]
-        self.connected[s, d] = True
-        self.latency_s[s, d] = link.latency_s
-        self.bandwidth_bytes_per_s[s, d] = link.bandwidth_bytes_per_s
-        match link.sharing:
-            case "bus":
-                self.queue[s, d] = self._queue(link, number)
-            case "pair" if link.full_duplex:
-                self.queue[s, d] = self._queue(link, number, out, into)
-            case "pair":
-                self.queue[s, d] = self._queue(link, number, *sorted((out, into)))
-            case "egress":
-                self.queue[s, d] = self._queue(link, number, out)
-                if not link.full_duplex:
-                    self.second_queue[s, d] = self._queue(link, number, into)
-                elif link.ingress:
-                    self.second_queue[s, d] = self._queue(link, number, "in", into)
-            case "none":
-                pass
-
-    def _queue(self, link: Link, *key: object) -> int:
-        # ``key`` identifies the queue; transfers with equal keys share it.
-        if key not in self._number:
-            self._number[key] = len(self._number)
-            self.by_priority.append(link.order == "priority")
-        return self._number[key]
 
 
 def held_bytes_of(graph: GraphArrays) -> Longs:

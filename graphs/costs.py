@@ -31,12 +31,14 @@ def with_costs(
     graph: nx.DiGraph[str],
     costs_s: Mapping[str, NDArray[np.float64]],
     sources: Mapping[str, str | Sequence[str]],
+    loaded_s: Mapping[str, NDArray[np.float64]] | None = None,
 ) -> nx.DiGraph[str]:
     """Return a copy of a graph with the costs of further device kinds, {kind: (N,)} in node order.
 
     Where a cost is nan, the op's costs stay as they were. ``sources`` gives the source of each
     kind's costs, one text for all ops or one per op: the most frequent one becomes that of the
-    kind, ops with another carry their own.
+    kind, ops with another carry their own. ``loaded_s`` gives the costs beside busy devices, none
+    below the cost itself, of some of these kinds.
     """
     costed: nx.DiGraph[str] = graph.copy()
     of_kind: dict[str, str] = dict(graph.graph.get("cost_source", {}))
@@ -48,8 +50,10 @@ def with_costs(
                 raise ValueError(
                     f"{count} {what} for kind {kind!r}, but the graph has {len(costed)} ops"
                 )
+        loaded = dict(loaded_s or {}).get(kind, np.full(len(costed), math.nan)).tolist()
         of_kind[kind] = Counter(source_of).most_common(1)[0][0] if source_of else ""
-        for op_id, cost_s, text in zip(costed, seconds.tolist(), source_of, strict=True):
+        rows = zip(costed, seconds.tolist(), loaded, source_of, strict=True)
+        for op_id, cost_s, loaded_cost_s, text in rows:
             known = attributes_of(costed, op_id)
             further = {k: other for k, other in known["cost_source"].items() if k != kind}
             if math.isnan(cost_s):
@@ -58,6 +62,10 @@ def with_costs(
                 further[kind] = text
             costed.nodes[op_id]["cost_s"] = {**known["cost_s"], kind: cost_s}
             costed.nodes[op_id]["cost_source"] = further
+            beside = {k: other for k, other in known["loaded_cost_s"].items() if k != kind}
+            if not math.isnan(loaded_cost_s):
+                beside[kind] = loaded_cost_s
+            costed.nodes[op_id]["loaded_cost_s"] = beside
     costed.graph["cost_source"] = of_kind
     return costed
 
@@ -80,7 +88,8 @@ def with_part_of_batch(graph: nx.DiGraph[str], parts: int | Fraction) -> nx.DiGr
         return smaller
     for op_id, node in smaller.nodes(data=True):
         if node["phase"] != "optimizer":
-            node["cost_s"] = {kind: cost / parts for kind, cost in node["cost_s"].items()}
+            for name in ("cost_s", "loaded_cost_s"):
+                node[name] = {kind: cost / parts for kind, cost in node[name].items()}
             node |= {name: -(-node[name] // parts) for name in SCALED}
         for _, target, edge in smaller.out_edges(op_id, data=True):
             if attributes_of(smaller, target)["phase"] != "optimizer":

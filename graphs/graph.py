@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import (
     TYPE_CHECKING,
@@ -68,6 +68,7 @@ class OpAttributes(TypedDict, total=False):
     op: Annotated[str, ""]  # name of the operation, such as "convolution"; default: the id
     cost_s: Required[Mapping[str, float]]  # {device kind or "*": seconds}
     cost_source: Annotated[Mapping[str, str], {}]  # {same keys: source}, if not the graph's
+    loaded_cost_s: Annotated[Mapping[str, float], {}]  # {same keys: seconds beside busy devices}
     phase: Annotated[Phase, "forward"]
     module: Annotated[str, ""]  # path of the owning module, "" for the model itself
     flops: Annotated[int, 0]
@@ -106,7 +107,8 @@ def add_op(graph: nx.DiGraph[str], op_id: str, **attributes: Unpack[OpAttributes
         raise ValueError(f"op {op_id!r}: {fault}")
     node |= {name: int(node[name]) for name in SIZES}
     node["op"] = node["op"] or op_id
-    node["cost_s"] = {kind: float(seconds) for kind, seconds in node["cost_s"].items()}
+    for name in ("cost_s", "loaded_cost_s"):
+        node[name] = {kind: float(seconds) for kind, seconds in node[name].items()}
     node["cost_source"] = dict(node["cost_source"])
     graph.add_node(op_id, **node)
 
@@ -129,6 +131,9 @@ def _op_fault(op_id: str, node: Mapping[str, Any]) -> str | None:
     for kind, seconds in node["cost_s"].items():
         if not 0 <= seconds < math.inf:
             return f"cost_s[{kind!r}] is {seconds}, not a time >= 0"
+    for kind, seconds in node["loaded_cost_s"].items():
+        if not node["cost_s"].get(kind, math.inf) <= seconds < math.inf:
+            return f"loaded_cost_s[{kind!r}] is {seconds}, not a time >= cost_s[{kind!r}]"
     for kind in node["cost_source"]:
         if kind not in node["cost_s"]:
             return f"cost_source names {kind!r}, which has no cost_s"
@@ -224,6 +229,7 @@ class GraphArrays:
     predecessors: NDArray[np.int32]
     predecessor_edge: NDArray[np.int32]
     topological: NDArray[np.int32]
+    loaded_cost_s: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # as cost_s
 
     def __len__(self) -> int:
         """Return the number of ops."""
@@ -265,9 +271,16 @@ class GraphArrays:
         def column(values: Iterable[Any], dtype: type[Item]) -> NDArray[Item]:
             return frozen(np.fromiter(values, dtype, len(nodes)))
 
+        def by_kind(name: str) -> dict[str, NDArray[np.float64]]:
+            return {
+                kind: column((node[name].get(kind, math.nan) for node in nodes), np.float64)
+                for kind in sorted({kind for node in nodes for kind in node[name]})
+            }
+
         sizes: dict[str, Any] = {
             name: column((node[name] for node in nodes), np.int64) for name in SIZES
         }
+        sizes |= {name: by_kind(name) for name in ("cost_s", "loaded_cost_s")}
         return cls(
             name=name,
             hash=graph_hash(graph),
@@ -277,10 +290,6 @@ class GraphArrays:
             phase=column((PHASES.index(node["phase"]) for node in nodes), np.int8),
             group=column(group, np.int32),
             allowed=tuple(node["devices"] for node in nodes),
-            cost_s={
-                kind: column((node["cost_s"].get(kind, math.nan) for node in nodes), np.float64)
-                for kind in sorted({kind for node in nodes for kind in node["cost_s"]})
-            },
             topological=column((index[op_id] for op_id in topological_order(graph)), np.int32),
             **sizes,
             **adjacency(source, target, edge_bytes, len(nodes)),
@@ -293,6 +302,13 @@ class GraphArrays:
         if named is None:
             return fallback if fallback is not None else np.full(len(self), np.nan)
         return named if fallback is None else np.where(np.isnan(named), fallback, named)
+
+    def loaded_costs_for(self, kind: str) -> NDArray[np.float64]:
+        """Return the seconds of every op beside busy devices, (N,); nan where they are unknown."""
+        unknown = np.full(len(self), math.nan)
+        named = ~np.isnan(self.cost_s.get(kind, unknown))
+        loaded_s = (self.loaded_cost_s.get(key, unknown) for key in (kind, ANY_KIND))
+        return np.where(named, *loaded_s)
 
 
 def graph_hash(graph: nx.DiGraph[str]) -> str:
@@ -331,7 +347,7 @@ def adjacency(
     target: NDArray[np.integer[Any]],
     edge_bytes: NDArray[np.int64],
     count: int,
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Any]:
     """Return the arrays of :class:`GraphArrays` that describe edges, by name."""
     start, successors, order = csr(source, target, count)
     predecessor_start, predecessors, predecessor_edge = csr(successors, source[order], count)

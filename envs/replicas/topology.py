@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.collectives import Level, MeasuredAllReduce
-from envs.problem import NO_QUEUE, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Problem
 
 NOMINAL_BYTES: Final = 25 << 20
 """Size of a bucket of gradients."""

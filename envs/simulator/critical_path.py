@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from envs.problem import HORIZON_NS, NO_QUEUE, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import HORIZON_NS, Problem
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 

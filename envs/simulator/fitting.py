@@ -90,7 +90,12 @@ def grouped_problem(groups: Coarsened, problem: Problem) -> Problem:
 def _scaled(graph: GraphArrays, factors: Mapping[str, NDArray[np.float64]]) -> GraphArrays:
     """Return a graph with the costs on some kinds multiplied by the factors of its ops."""
     scaled = {kind: frozen(graph.costs_for(kind) * factors[kind]) for kind in factors}
-    return replace(graph, cost_s={**graph.cost_s, **scaled})
+    loaded = {kind: frozen(graph.loaded_costs_for(kind) * factors[kind]) for kind in factors}
+    return replace(
+        graph,
+        cost_s={**graph.cost_s, **scaled},
+        loaded_cost_s={**graph.loaded_cost_s, **loaded} if graph.loaded_cost_s else {},
+    )
 
 
 def _columns(problem: Problem, classes: list[tuple[str, str]]) -> NDArray[np.int64]:

@@ -80,12 +80,17 @@ class Pipeline:
         copied = self._graph()
         cost_ns = base.cost_ns[self.origin]
         cost_ns[self.is_gate] = 0
+        load = base.load
+        if load is not None:
+            extra_ns = np.where(self.is_gate[:, None], 0, load.extra_ns[self.origin])
+            load = replace(load, extra_ns=frozen(extra_ns))
         self.problem = replace(
             base,
             graph=copied,
             cost_ns=frozen(cost_ns),
             allowed=frozen(base.allowed[self.origin]),
             held_bytes=frozen(held_bytes_of(copied)),
+            load=load,
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problem import NO_QUEUE, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -123,7 +123,10 @@ class Simulator:
         if self._simulate(self.work, devices, priority, RECORD_MEMORY, steps) >= 0:
             raise ValueError(_too_long(self.problem))
         start_ns, cause = self.work.start_ns.copy(), self.work.cause.copy()
-        end_ns = start_ns + self.problem.cost_ns[np.arange(len(where)), where]
+        if self.problem.load is None:
+            end_ns = start_ns + self.problem.cost_ns[np.arange(len(where)), where]
+        else:
+            end_ns = self.work.end_ns.copy()
         peak_bytes = self.work.devices["peak_bytes"].copy()
         sent = int(self.work.counts[SENT]) if transfers else 0
         if steps[0] == INFEASIBLE_NS:

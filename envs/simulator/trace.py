@@ -15,7 +15,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from envs.problem import NO_QUEUE, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Problem
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 

@@ -32,6 +32,7 @@ class GroupSizes:
     output_bytes: list[int]
     workspace_bytes: list[int]
     cost_s: list[dict[str, float]]
+    loaded_cost_s: list[dict[str, float]]
     edges: Mapping[tuple[int, int], int]
 
     @classmethod
@@ -40,13 +41,15 @@ class GroupSizes:
     ) -> GroupSizes:
         """Compute the sizes of groups 0..G-1; ``running`` (N,) lists the ops by group, in order."""
         starts = np.searchsorted(group_of[running], np.arange(int(group_of.max()) + 1))
+        costs = _costs(graph, running, starts)
         columns: Mapping[str, NDArray[np.int64]] = {n: getattr(graph, n) for n in SUMMED}
         internal = _internal(graph, group_of)
         return cls(
             sums={n: _sums(column[running], starts) for n, column in columns.items()},
             output_bytes=_sums(np.where(internal, 0, graph.output_bytes)[running], starts),
             workspace_bytes=_workspace(graph, internal, running, starts),
-            cost_s=_costs(graph, running, starts),
+            cost_s=costs,
+            loaded_cost_s=_loaded_costs(graph, running, starts, costs),
             edges=_edges(graph, group_of),
         )
 
@@ -54,6 +57,7 @@ class GroupSizes:
         """Return costs and sizes of a group as attributes of an op."""
         return {
             "cost_s": self.cost_s[group],
+            "loaded_cost_s": self.loaded_cost_s[group],
             "output_bytes": self.output_bytes[group],
             "workspace_bytes": self.workspace_bytes[group],
             **{name: column[group] for name, column in self.sums.items()},
@@ -108,6 +112,26 @@ def _costs(
         for g in np.flatnonzero(named & known).tolist():
             costs[g][kind] = math.fsum(values[bounds[g] : bounds[g + 1]])
     return costs
+
+
+def _loaded_costs(
+    graph: GraphArrays,
+    running: NDArray[np.int64],
+    starts: NDArray[np.intp],
+    costs: list[dict[str, float]],
+) -> list[dict[str, float]]:
+    """Return loaded seconds by kind where some op of a group has them; others cost the same."""
+    bounds = [*starts.tolist(), len(running)]
+    loaded: list[dict[str, float]] = [{} for _ in starts]
+    for kind in graph.loaded_cost_s:
+        cost_s, loaded_s = graph.costs_for(kind)[running], graph.loaded_costs_for(kind)[running]
+        some = np.maximum.reduceat(~np.isnan(loaded_s), starts)
+        values = np.where(np.isnan(loaded_s), cost_s, loaded_s).tolist()
+        for g in np.flatnonzero(some).tolist():
+            if kind in costs[g]:
+                total_s = math.fsum(values[bounds[g] : bounds[g + 1]])
+                loaded[g][kind] = max(total_s, costs[g][kind])
+    return loaded
 
 
 def _edges(graph: GraphArrays, group_of: NDArray[np.int64]) -> dict[tuple[int, int], int]:

@@ -24,7 +24,8 @@ from typing import ClassVar, Final
 import numpy as np
 from ortools.sat.python import cp_model
 
-from envs.problem import NO_QUEUE, Floats, Longs, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Floats, Longs, Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.coarsen.merging import edge_sources
 from placer.search.candidate import Candidate, Kind, ranked
@@ -247,7 +248,8 @@ class _Model:
 
 def _horizon_ns(problem: Problem) -> int:
     """Return an upper bound of steps without idle time: highest op costs, all edges sent."""
-    longest = problem.cost_ns.max(axis=1).sum()
+    extra_ns = 0 if problem.load is None else problem.load.extra_ns
+    longest = (problem.cost_ns + extra_ns).max(axis=1).sum()
     slowest = 0.0
     for s, d in np.argwhere(problem.connected).tolist():
         if s != d:

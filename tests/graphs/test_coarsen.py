@@ -320,6 +320,17 @@ def test_ops_that_must_share_a_device_but_cannot_are_refused() -> None:
             coarsen(graph)
 
 
+def test_loaded_costs_of_a_group_are_the_sum_of_those_of_its_ops() -> None:
+    graph = new_graph("chain")
+    for name, loaded_s in (("a", {"x": 3.0}), ("b", {}), ("c", {}), ("alone", {})):
+        add_op(graph, name, cost_s={"x": 2.0}, loaded_cost_s=loaded_s, phase="forward")
+    add_edge(graph, "a", "b")
+    add_edge(graph, "b", "c")
+    coarse = coarsen(graph, least_cost_s=4.0).graph
+    costs = [(node["cost_s"], node["loaded_cost_s"]) for node in coarse.nodes.values()]
+    assert costs == [({"x": 6.0}, {"x": 7.0}), ({"x": 2.0}, {})]
+
+
 def test_groups_say_where_costs_come_from_that_are_not_those_of_their_kind() -> None:
     graph = line(4)
     graph.graph["cost_source"] = {"*": "measured"}

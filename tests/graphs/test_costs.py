@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from graphs.costs import GraphSummary, cost_source, with_costs
+from graphs.costs import GraphSummary, cost_source, with_costs, with_part_of_batch
 from graphs.graph import add_edge, add_op, new_graph
 
 
@@ -97,6 +97,26 @@ def test_the_most_frequent_source_is_that_of_the_kind_and_others_stay_with_their
     assert told == ["cached", "measured", "cached"]
     assert cost_source(found, "a", "y") == "guessed"
     assert with_costs(three_ops(), costs_s, {"x": "same"}).nodes["b"]["cost_source"] == {}
+
+
+def test_new_costs_replace_the_loaded_costs_of_their_kind() -> None:
+    graph = three_ops()
+    for name in "ab":
+        graph.nodes[name]["loaded_cost_s"] = {"*": 9.0, "x": 8.0}
+    costs_s, loaded_s = {"x": np.array([1.0, 2.0, 3.0])}, {"x": np.array([1.5, np.nan, 4.0])}
+    found = with_costs(graph, costs_s, {"x": ""}, loaded_s)
+    assert [found.nodes[name]["loaded_cost_s"] for name in "abc"] == [
+        {"*": 9.0, "x": 1.5},
+        {"*": 9.0},
+        {"x": 4.0},
+    ]
+    assert with_costs(graph, costs_s, {"x": ""}).nodes["a"]["loaded_cost_s"] == {"*": 9.0}
+
+
+def test_loaded_costs_scale_with_the_batch() -> None:
+    graph = three_ops()
+    graph.nodes["a"]["loaded_cost_s"] = {"*": 9.0}
+    assert with_part_of_batch(graph, 3).nodes["a"]["loaded_cost_s"] == {"*": 3.0}
 
 
 @pytest.mark.parametrize(

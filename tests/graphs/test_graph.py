@@ -133,6 +133,18 @@ def test_cost_of_a_kind_falls_back_to_that_of_any_kind() -> None:
     np.testing.assert_array_equal(arrays.costs_for("cpu"), [2, 3, np.nan])
 
 
+def test_loaded_costs_are_those_of_the_kind_that_the_cost_is_from() -> None:
+    graph = new_graph("costs")
+    costs = {"cuda": 1.0, "*": 2.0}
+    add_op(graph, "both", cost_s=costs, loaded_cost_s={"cuda": 1.5, "*": 2.5})
+    add_op(graph, "any", cost_s={"*": 3.0}, loaded_cost_s={"*": 3.5})
+    add_op(graph, "only of any", cost_s=costs, loaded_cost_s={"*": 2.0})
+    add_op(graph, "none", cost_s=costs)
+    arrays = GraphArrays.from_graph(graph)
+    np.testing.assert_array_equal(arrays.loaded_costs_for("cuda"), [1.5, 3.5, np.nan, np.nan])
+    np.testing.assert_array_equal(arrays.loaded_costs_for("cpu"), [2.5, 3.5, 2.0, np.nan])
+
+
 def test_hash_leaves_out_costs_names_and_the_order_of_edges() -> None:
     graph, other = diamond(), diamond()
     other.graph["name"] = "renamed"
@@ -228,6 +240,16 @@ def test_hand_made_graph_that_breaks_the_schema_is_not_completed(
         ("x", {"saved_bytes": -1}, r"op 'x': saved_bytes is -1, not within 0 \.\. 2\*\*60"),
         ("x", {"flops": 2**60 + 1}, "op 'x': flops is 1152921504606846977, not within"),
         ("x", {"cost_source": {"gpu": ""}}, "op 'x': cost_source names 'gpu', which has no"),
+        (
+            "x",
+            {"loaded_cost_s": {"gpu": 1.0}},
+            r"op 'x': loaded_cost_s\['gpu'\] is 1.0, not a time",
+        ),
+        (
+            "x",
+            {"cost_s": {"cpu": 2.0}, "loaded_cost_s": {"cpu": 1.0}},
+            r"op 'x': loaded_cost_s\['cpu'\] is 1.0, not a time >= cost_s\['cpu'\]",
+        ),
         ("x", {"module": "\x1b"}, r"op 'x': module is '\\x1b', which cannot be printed"),
         ("x", {"devices": ()}, "op 'x': the list of allowed devices is empty"),
     ],

@@ -32,17 +32,21 @@ def graphs(draw: st.DrawFn) -> nx.DiGraph[str]:
     graph = new_graph(draw(TEXT), draw(st.dictionaries(TEXT, TEXT, max_size=2)))
     ids = draw(st.lists(IDS, unique=True, max_size=6))
     for op_id in ids:
+        sizes: Any = {name: draw(SIZE_VALUES) for name in SIZES}
         add_op(
             graph,
             op_id,
             cost_s=(cost_s := draw(COSTS)),
+            loaded_cost_s={
+                kind: 1.5 * cost_s[kind] for kind in sorted(cost_s)[: draw(st.integers(0, 3))]
+            },
             cost_source=draw(st.fixed_dictionaries({}, optional=dict.fromkeys(cost_s, TEXT))),
             op=draw(TEXT),
             phase=draw(st.sampled_from(PHASES)),
             module=draw(TEXT),
             colocate=draw(st.none() | TEXT),
             devices=draw(st.none() | st.lists(TEXT, min_size=1, max_size=2).map(tuple)),
-            **{name: draw(SIZE_VALUES) for name in SIZES},
+            **sizes,
         )
     order = draw(st.permutations(ids))
     pairs = [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]

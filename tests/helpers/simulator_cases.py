@@ -80,6 +80,17 @@ def random_graph(
     return graph
 
 
+def add_loaded_costs(rng: random.Random, graph: nx.DiGraph[str]) -> None:
+    """Add loaded costs to some ops: equal to the cost, a multiple of it, or more by 1 us."""
+    kinds = rng.choice([["gpu"], ["gpu", "cpu"], ["gpu", "cpu", "*"]])
+    for node in graph.nodes.values():
+        node["loaded_cost_s"] = {
+            kind: cost * rng.choice([1.0, 1.37, 2.0]) + rng.choice([0.0, 0.0, 1e-6])
+            for kind, cost in node["cost_s"].items()
+            if kind in kinds and rng.random() < 0.8
+        }
+
+
 def random_ports(rng: random.Random, between: list[str]) -> tuple[tuple[str, ...], ...]:
     """Return two ports of some of the devices; no port has all of them."""
     cut, end = sorted(rng.sample(range(len(between) + 1), 2))
@@ -103,11 +114,11 @@ def random_link(rng: random.Random, between: list[str], *, plain: bool) -> Link:
     )
 
 
-def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
+def random_cluster(rng: random.Random, hosts: list[str], *, plain: bool, large: bool) -> Cluster:
     """Return up to 5 (large: 9) devices; unless plain, links may take no time or use priorities."""
     devices = tuple(
         Device(
-            name=f"d{k}",
+            name=f"{hosts[k]}d{k}",
             kind=rng.choice(["gpu", "cpu"]),
             memory_bytes=rng.choice([3000, 200_000, 10**6, 10**9]),
             launch_s=rng.choice([0.0, 1e-6, 2.5e-7]),
@@ -138,13 +149,19 @@ def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
 def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> Case:
     """Return a graph, a cluster, devices that keep groups together, and priorities.
 
-    Every second case is plain: most of those take the fast path of the simulator.
+    Every second case is plain: most of those take the fast path of the simulator. Two fifths have
+    loaded costs, some of them on two hosts.
     """
     rng = random.Random(seed)
     plain = rng.random() < 0.5
-    cluster = random_cluster(rng, plain=plain, large=large)
+    of_load = random.Random(f"load {seed}")
+    loaded, two_hosts = of_load.random() < 0.4, of_load.random() < 0.3
+    hosts = [of_load.choice(["n0:", "n1:"]) if two_hosts else "" for _ in range(9)]
+    cluster = random_cluster(rng, hosts, plain=plain, large=large)
     while True:
         graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain, large=large)
+        if loaded:
+            add_loaded_costs(of_load, graph)
         try:
             Problem.of(GraphArrays.from_graph(graph), cluster)
         except ValueError:  # an op has no allowed device

@@ -7,8 +7,10 @@ devices are numbered in order of insertion. ``twin_step`` holds the rules; read 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import networkx as nx
@@ -130,6 +132,7 @@ def twin_step(
             if missing[v] == 0:
                 ready.add(v)
         # 2. Every idle device picks the ready op of highest priority, ties by index.
+        started: list[int] = []
         for d in range(len(names)):
             mine = [i for i in ready if devices[i] == d]
             if d in running or not mine:
@@ -138,10 +141,15 @@ def twin_step(
             ready.remove(i)
             running[d] = i
             step.start_ns[i] = now
-            step.end_ns[i] = now + _cost_ns(graph, cluster, ids[i], d)
-            heapq.heappush(events, step.end_ns[i])
+            started.append(i)
             allocate(d, nodes[i]["output_bytes"] + nodes[i]["workspace_bytes"])
             allocate(d, _held_bytes(graph, ids[i]))
+        #    It takes longer by how many of the others of its machine now run an op, too.
+        for i in started:
+            cost_ns = _cost_ns(graph, cluster, ids[i], devices[i])
+            extra_ns = _extra_ns(graph, cluster, ids[i], devices[i], set(running))
+            step.end_ns[i] = now + cost_ns + extra_ns
+            heapq.heappush(events, step.end_ns[i])
         # 3. Waiting transfers in queue order: each starts if its part of the link is idle.
         occupied = {port for s in flying for port in _ports(cluster, names, s)}
         for s in sorted(waiting, key=queue_order):
@@ -236,6 +244,33 @@ def _cost_ns(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int) -> int:
         return 0
     cost_s = costs[device.kind] if device.kind in costs else costs[ANY_KIND]
     return round(float(cost_s + device.launch_s) * 1e9)
+
+
+def _extra_ns(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int, running: set[int]) -> int:
+    """Return what an op costs more on device d while ``running`` devices run an op."""
+    mates = [k for k in range(len(cluster)) if k != d and _host(cluster, k) == _host(cluster, d)]
+    mates = [k for k in mates if _has_loaded_costs(graph, cluster.devices[k].kind)]
+    device, costs = cluster.devices[d], graph.nodes[op]["cost_s"]
+    loaded_s = graph.nodes[op]["loaded_cost_s"].get(
+        device.kind if device.kind in costs else ANY_KIND
+    )
+    if cluster.hosts or loaded_s is None or not mates or op.startswith("gate["):
+        return 0
+    extra_ns = round(float(loaded_s + device.launch_s) * 1e9) - _cost_ns(graph, cluster, op, d)
+    share = Fraction(extra_ns * len(running.intersection(mates)), len(mates))
+    return math.floor(share + Fraction(1, 2))
+
+
+def _host(cluster: Cluster, d: int) -> str:
+    """Return what a name such as n0:d1 or n0:core:1 has before its device; "" for core:1."""
+    *before, _ = cluster.devices[d].name.split(":")
+    return ":".join(before[:-1] if before[-1:] == ["core"] else before)
+
+
+def _has_loaded_costs(graph: nx.DiGraph[str], kind: str) -> bool:
+    nodes = graph.nodes.values()
+    used = ((node, kind if kind in node["cost_s"] else ANY_KIND) for node in nodes)
+    return any(key in node["loaded_cost_s"] for node, key in used)
 
 
 def _may_run(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int) -> bool:

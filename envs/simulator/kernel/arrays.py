@@ -147,12 +147,15 @@ class ProblemArrays(NamedTuple):
     """Inputs of a simulation, which does not change them."""
 
     cost_ns: Longs  # (N, K) one column for all devices with the same costs, -1: not allowed
-    column: Indices  # (D,) of cost_ns
+    extra_ns: Longs  # (N, K) with load: that ops cost more while all others of the machine compute
+    column: Indices  # (D,) of cost_ns and extra_ns
     ops: Table  # (N + 1,) of OP
     edges: Table  # (E,) of EDGE
     pairs: Table  # (D * D,) of PAIR, by source, then destination
     queues: Table  # (Q,) of QUEUE
     memory_bytes: Longs  # (D,)
+    machine: Ints  # (D,) the same number where devices slow each other down, -1 for none
+    has_load: bool  # see envs.simulator.kernel.load
     hosts: Table  # (D,) of HOST_DEVICE
     has_hosts: bool  # see envs.simulator.kernel.host
     once_per_destination: bool
@@ -175,6 +178,7 @@ class Workspace(NamedTuple):
     """
 
     start_ns: Longs  # (N,) until an op starts: when it became ready
+    end_ns: Longs  # (N,) with load only, see envs.simulator.kernel.load
     cause: Ints  # (N,)
     ops: Table  # (N,) of OP_STATE
     devices: Table  # (D,) of DEVICE_STATE

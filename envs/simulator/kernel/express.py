@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from envs.compiled import compiled_inline, index, int64, lowest_set_bit
+from envs.compiled import compiled_borrowing, compiled_inline, index, int64, lowest_set_bit
 from envs.problem import HORIZON_NS, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     CODE_BITS,
@@ -33,6 +33,7 @@ from envs.simulator.kernel.arrays import (
     ProblemArrays,
     Workspace,
 )
+from envs.simulator.kernel.load import extra_ns, shares_machine
 from envs.simulator.kernel.queues import (
     add_event,
     add_ready,
@@ -58,10 +59,15 @@ def express_core(
     picking = _reset(work, follows_memory)
     now = int64(0)
     while True:
+        started = picking  # or busy, or without a ready op
         while picking != 0:
             d = index(lowest_set_bit(picking))
             picking &= picking - 1
             answer = _start_op(arrays, work, d, now, limit_ns, follows_memory)
+            if answer != _GOES_ON:
+                return answer
+        if arrays.has_load:
+            answer = _add_load(arrays, work, started, now, limit_ns)
             if answer != _GOES_ON:
                 return answer
         event = min(work.ends[1], work.ready_later[0])
@@ -131,12 +137,44 @@ def _start_op(
     work.start_ns[i] = now
     device.previous = i
     device.busy_until_ns = end
-    add_event(work.ends, int64(d), (end << CODE_BITS) | d)
+    if not arrays.has_load:
+        add_event(work.ends, int64(d), (end << CODE_BITS) | d)
     if follows_memory:
         work.ops[i].remaining = arrays.ops[index(i + 1)].successor_start - op.successor_start
         device.used_bytes += op.start_bytes
         if device.used_bytes > arrays.memory_bytes[d]:
             return GIVES_UP
+    return _GOES_ON
+
+
+@compiled_borrowing
+def _add_load(arrays: ProblemArrays, work: Workspace, started: int, now: int, limit_ns: int) -> int:
+    """Let the ops of a set of devices that start now take longer where others compute.
+
+    Return ``_GOES_ON`` or the final answer.
+    """
+    while started != 0:
+        d = index(lowest_set_bit(started))
+        started &= started - 1
+        device = work.devices[d]
+        if device.busy_until_ns <= now or work.start_ns[device.previous] != now:
+            continue
+        busy = 0
+        others = 0
+        for other in range(len(work.devices)):
+            if shares_machine(arrays, d, other):
+                others += 1
+                busy += work.devices[index(other)].busy_until_ns > now
+        i = index(device.previous)
+        end = device.busy_until_ns + extra_ns(arrays, i, d, busy, others)
+        at_least = end + max(device.work_left_ns, arrays.ops[i].tail_ns)
+        if at_least > limit_ns:
+            return int(at_least)
+        if end >= HORIZON_NS:
+            return GIVES_UP
+        work.end_ns[i] = end
+        device.busy_until_ns = end
+        add_event(work.ends, int64(d), (end << CODE_BITS) | d)
     return _GOES_ON
 
 

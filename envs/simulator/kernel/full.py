@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from envs.compiled import compiled_inline, index, int64
+from envs.compiled import compiled_borrowing, compiled_inline, index, int64
 from envs.problem import HORIZON_NS, Floats, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
@@ -26,6 +26,7 @@ from envs.simulator.kernel.arrays import (
     ProblemArrays,
     Workspace,
 )
+from envs.simulator.kernel.load import extra_ns, shares_machine
 from envs.simulator.kernel.queues import (
     add_event,
     arrive,
@@ -212,6 +213,7 @@ def _start_ops(
     arrays: ProblemArrays, work: Workspace, devices: Ints, now: int, limit_ns: int, memory: int
 ) -> int:
     """Start the next op of every touched idle device; return -1, or the final answer."""
+    started = 0
     for k in range(work.counts[TOUCHED_DEVICES]):
         d = work.touched_devices[index(k)]
         device = work.devices[d]
@@ -236,10 +238,40 @@ def _start_ops(
         work.cause[i] = device.previous if waited else work.cause[i]
         work.start_ns[i] = now
         device.running = i
-        add_event(work.events, int64(d), (end << CODE_BITS) | d)
+        if arrays.has_load:
+            work.end_ns[i] = end
+            work.touched_devices[index(started)] = d  # read already: started <= k
+            started += 1
+        else:
+            add_event(work.events, int64(d), (end << CODE_BITS) | d)
         if memory != IGNORE_MEMORY:
             allocate(arrays, work, d, op.start_bytes, memory)
     work.counts[TOUCHED_DEVICES] = 0
+    return _add_load(arrays, work, started, limit_ns) if arrays.has_load else -1
+
+
+@compiled_borrowing
+def _add_load(arrays: ProblemArrays, work: Workspace, started: int, limit_ns: int) -> int:
+    """Let ops that start now take longer where others compute; return -1, or the final answer."""
+    for k in range(started):
+        d = work.touched_devices[index(k)]
+        device = work.devices[d]
+        i = index(device.running)
+        busy = 0
+        others = 0
+        for other in range(len(work.devices)):
+            if shares_machine(arrays, d, other):
+                others += 1
+                busy += work.devices[index(other)].running >= 0
+        end = work.end_ns[i] + extra_ns(arrays, i, d, busy, others)
+        at_least = end + max(device.work_left_ns, arrays.ops[i].tail_ns)
+        if at_least > limit_ns:
+            return int(at_least)
+        if end >= HORIZON_NS:
+            work.counts[BEYOND_HORIZON] = 1
+            return INFEASIBLE_NS
+        work.end_ns[i] = end
+        add_event(work.events, int64(d), (end << CODE_BITS) | d)
     return -1
 
 

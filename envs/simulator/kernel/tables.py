@@ -7,7 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from envs.problem import NO_QUEUE, Longs, Problem, each_in_nanoseconds
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Longs, Problem, each_in_nanoseconds
 from envs.simulator.kernel.arrays import (
     CODE_BITS,
     COPY_STATE,
@@ -45,15 +46,19 @@ def arrays_of(problem: Problem) -> ProblemArrays:
             f"graph {graph.name!r} has {edges} edges, the simulator takes at most "
             f"{(1 << CODE_BITS) - 1 - devices} on {devices} devices; group ops"
         )
-    cost_ns, column = _cost_columns(problem)
+    cost_ns, extra_ns, column = _cost_columns(problem)
+    none = np.full(devices, -1, np.int32)
     return ProblemArrays(
         cost_ns=cost_ns,
+        extra_ns=extra_ns,
         column=column,
         ops=_ops(problem),
         edges=_edges(graph),
         pairs=_pairs(problem),
         queues=_queues(problem),
         memory_bytes=problem.memory_bytes.copy(),
+        machine=none if problem.load is None else problem.load.machine.copy(),
+        has_load=problem.load is not None,
         hosts=_hosts(problem),
         has_hosts=problem.hosts is not None,
         once_per_destination=problem.cluster.once_per_destination,
@@ -62,7 +67,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
 
 
 def workspace_for(problem: Problem) -> Workspace:
-    """Return a new workspace that fits a problem; about 80 bytes per op and 76 per edge."""
+    """Return a new workspace that fits a problem; about 90 bytes per op and 76 per edge."""
     n, e = problem.op_count, problem.graph.edge_count
     d, q = problem.device_count, problem.queue_count
     words = (n >> WORD_BITS) + 1
@@ -73,6 +78,7 @@ def workspace_for(problem: Problem) -> Workspace:
     copies["size"][:n] = problem.graph.output_bytes
     return Workspace(
         start_ns=np.zeros(n, np.int64),
+        end_ns=np.zeros(n, np.int64),
         cause=np.zeros(n, np.int32),
         ops=ops,
         devices=np.zeros(d, DEVICE_STATE),
@@ -120,19 +126,23 @@ def _may_express(problem: Problem) -> bool:
     )
 
 
-def _cost_columns(problem: Problem) -> tuple[Longs, Indices]:
-    """Return the distinct columns of costs, (N, K), and the column of each device, (D,)."""
-    different: list[Longs] = []
+def _cost_columns(problem: Problem) -> tuple[Longs, Longs, Indices]:
+    """Return the distinct columns of costs and extra costs, (N, K), and that of each device."""
+    different: list[tuple[Longs, Longs]] = []
     number: dict[bytes, int] = {}
+    no_extra = np.zeros((0, problem.device_count), np.int64)
+    extra_ns = no_extra if problem.load is None else problem.load.extra_ns
     column = np.zeros(problem.device_count, np.uint32)
     for d in range(problem.device_count):
         cost = np.where(problem.allowed[:, d], problem.cost_ns[:, d], FORBIDDEN)
-        key = hashlib.sha256(cost.data).digest()
+        extra = np.ascontiguousarray(extra_ns[:, d])
+        key = hashlib.sha256(cost.tobytes() + extra.tobytes()).digest()
         if key not in number:
             number[key] = len(different)
-            different.append(cost)
+            different.append((cost, extra))
         column[d] = number[key]
-    return np.ascontiguousarray(np.column_stack(different)), column
+    costs, extras = (np.ascontiguousarray(np.column_stack(c)) for c in zip(*different, strict=True))
+    return costs, extras, column
 
 
 def _tails(problem: Problem) -> Longs:

@@ -24,6 +24,7 @@ from envs.simulator import (
     Workspace,
     simulate_core,
 )
+from envs.simulator.kernel.load import end_ns
 from placer.search.annealing.run import (
     BEST,
     FREE,
@@ -265,7 +266,7 @@ def _follow_chain(
     last = 0
     latest = -1
     for i in range(len(state.devices)):
-        end = work.start_ns[i] + arrays.cost_ns[i, arrays.column[state.devices[i]]]
+        end = end_ns(arrays, work, i, state.devices[i])
         if end > latest:
             latest = end
             last = i

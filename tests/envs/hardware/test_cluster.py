@@ -28,7 +28,8 @@ from envs.hardware.cluster import (
     load_cluster,
 )
 from envs.hardware.host import Host
-from envs.problem import NO_QUEUE, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Problem
 from graphs.graph import GraphArrays, add_op, new_graph
 from tests.helpers.simulator_cases import random_case, run
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.problem import NO_QUEUE, Problem
+from envs.hardware.link_tables import NO_QUEUE
+from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
 from envs.simulator.critical_path import (
     Holder,

@@ -64,6 +64,7 @@ class BothWays:
             (_, one), (_, other) = self.ways
             assert one.start_ns.tolist() == other.start_ns.tolist()
             assert one.cause.tolist() == other.cause.tolist()
+            assert one.end_ns.tolist() == other.end_ns.tolist()
             excess = [
                 np.maximum(work.devices["peak_bytes"] - self.memory_bytes, 0).tolist()
                 for work in (one, other)

@@ -103,3 +103,13 @@ def test_groups_cost_what_their_ops_do() -> None:
     expected_s = np.bincount(groups.group_of, problem.graph.costs_for("x") * of_chain)
     cost_ns = grouped_problem(groups, fitted).cost_ns[:, 0]
     np.testing.assert_allclose(cost_ns, expected_s * 1e9, atol=2)
+
+
+def test_loaded_costs_are_scaled_with_the_costs() -> None:
+    graph = new_graph("loaded")
+    for name in "ab":
+        add_op(graph, name, op="addmm", cost_s={"x": 1e-3}, loaded_cost_s={"x": 1.25e-3})
+    problem = Problem.of(GraphArrays.from_graph(graph), toy_pair("a", "b"))
+    load = scaled_problem(problem, {"x": {"matrix product": 1.2}}).load
+    assert load is not None
+    assert load.extra_ns.tolist() == [[300_000, 300_000]] * 2

@@ -105,6 +105,10 @@ def test_random_cases_cover_every_option() -> None:
         seen["every edge"] += not cluster.once_per_destination
         seen["launch"] += any(device.launch_s for device in cluster.devices)
         seen["two kinds"] += len({device.kind for device in cluster.devices}) > 1
+        seen["load"] += problem.load is not None
+        seen["loads of two hosts"] += problem.load is not None and (
+            len(set(problem.load.machine[problem.load.machine >= 0].tolist())) > 1
+        )
         seen["ties"] += len(set(priority)) < len(priority)
         seen["no cost"] += any(0.0 in node["cost_s"].values() for node in graph.nodes.values())
         seen["no bytes"] += any(edge["bytes"] == 0 for *_, edge in graph.edges(data=True))
@@ -124,7 +128,7 @@ def test_random_cases_cover_every_option() -> None:
     links = product(SHARINGS, (True, False), LINK_ORDERS)
     ports = product(("egress", "pair"), (True, False), ("ports",))
     names = ("once", "every edge", "launch", "two kinds", "ties", "no cost", "no bytes", "held")
-    more = ("workspace", "infinite", "no latency", "groups", "ingress", "one way")
+    more = ("load", "workspace", "infinite", "no latency", "groups", "ingress", "one way")
     expected = {*links, *ports, *names, *more, "blocked", "fits", "full"}
     assert {option for option in expected if seen[option] >= 50} == expected
     assert 250 <= seen["express"] <= 750

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster
-from envs.problem import NO_QUEUE
+from envs.hardware.link_tables import NO_QUEUE
 from envs.simulator import (
     INFEASIBLE_NS,
     Simulator,
@@ -27,6 +27,7 @@ def test_the_trace_shows_every_op_transfer_and_the_peak_memory(seed: int) -> Non
     graph, cluster, devices, priority = random_case(seed, bad_places=False)
     for node in graph.nodes.values():  # no zero durations: one round per instant
         node["cost_s"] = {"*": 1e-6}
+        node["loaded_cost_s"] = {"*": 1.5e-6} if node["loaded_cost_s"] else {}
     problem, where, levels = problem_of((graph, cluster, devices, priority))
     schedule = Simulator(problem).run(where, levels)
     if schedule.step_ns == INFEASIBLE_NS:
