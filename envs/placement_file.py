@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from envs.hardware.cluster import LARGEST_INT
+from envs.hardware.core_sets import check_core_sets
 from envs.replication import Replication
 from graphs.strict_json import array, fields, inside, number, table, text, whole, within
 
@@ -49,6 +50,7 @@ def parse_placement(data: Mapping[str, Any], device_names: tuple[str, ...]) -> d
         for op_id, name in table(top["devices"], "devices").items()
     }
     used = _device_order(dict.fromkeys(devices.values()), top)
+    check_core_sets(used)
     device_names = device_names or used
     index = {name: d for d, name in enumerate(device_names)}
     for op_id, name in devices.items():
@@ -91,6 +93,7 @@ def _device_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, .
     listed = [text(name, f"device_order[{i}]") for i, name in enumerate(order)]
     if repeated := [name for name, count in Counter(listed).items() if count > 1]:
         raise ValueError(f"device_order names {repeated[0]!r} twice")
+    check_core_sets(listed)
     return tuple(name for name in dict.fromkeys([*listed, *used]) if name in used)
 
 

@@ -21,6 +21,7 @@ from envs.collectives import (
     all_reduce,
     cheapest_all_reduce,
 )
+from envs.hardware.core_sets import check_core_sets
 from graphs.strict_json import array, fields, number, text, whole, within
 
 Batch: TypeAlias = Literal["per-replica", "global"]
@@ -112,13 +113,14 @@ class Replication:
             self._check_groups()
 
     def _check_groups(self) -> None:
-        if not self.groups or len({len(group) for group in self.groups}) != 1:
+        if not all(self.groups) or len({len(group) for group in self.groups}) != 1:
             raise ValueError("replicas are on one or more groups of equally many devices")
         if self.replicas not in (None, len(self.groups)):
             raise ValueError(f"{self.replicas} replicas are on {len(self.groups)} groups")
         counts = Counter(name for group in self.groups for name in group)
         if repeated := sorted(name for name in counts if counts[name] > 1):
             raise ValueError(f"replicas share {', '.join(repeated)}; each needs devices of its own")
+        check_core_sets(counts)
         if self.levels and math.prod(self.levels) != len(self.groups):
             shape = "x".join(map(str, self.levels))
             raise ValueError(f"levels {shape} do not multiply to the {len(self.groups)} replicas")

@@ -54,6 +54,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from envs.hardware.core_sets import check_core_sets
 from envs.hardware.host import Host, check_hosts
 from envs.hardware.units import human_bytes
 from graphs.strict_json import array, fields, load_toml, number, text, whole, within
@@ -221,6 +222,10 @@ class Cluster:
                         f"cluster {self.name!r}: a link names device {name!r}; "
                         f"there are {', '.join(names)}"
                     )
+        try:
+            check_core_sets(names)
+        except ValueError as error:
+            raise ValueError(f"cluster {self.name!r}: {error}") from None
         check_hosts(self.name, self.hosts, names)
 
     def __len__(self) -> int:

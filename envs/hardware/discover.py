@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from envs.hardware.cluster import Cluster, Device
+from envs.hardware.core_sets import check_core_sets, core_runs
 from envs.hardware.host import Host
 
 MOST_CORES: Final = 8
@@ -123,41 +124,22 @@ def physical_cores() -> list[int]:
 
 def check_cores(names: Sequence[str]) -> None:
     """Check that all devices are cores of this machine and that no two of them overlap."""
-    taken: dict[int, str] = {}
+    check_core_sets(names)
     for name in names:
-        for core in cores_of(name):
-            if core in taken:
-                raise ValueError(
-                    f"devices {taken[core]} and {name} overlap in core {core}: every core can "
-                    "belong to one device only"
-                )
-            taken[core] = name
+        cores_of(name)
 
 
 def cores_of(name: str) -> tuple[int, ...]:
     """Return the cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order."""
-    kind, _, text = name.partition(":")
+    runs = core_runs(name)
     allowed = sorted(os.sched_getaffinity(0))
-    cores: list[int] = []
-    for part in text.split("+"):
-        first, dash, last = part.partition("-")
-        if kind != "core" or not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(
-                f"there is no device {name!r}; write core:N or a core set core:N-M or core:N+M"
-            )
-        low, high = int(first), int(last or first)
-        if low > high:
-            raise ValueError(f"device {name} is empty: write the lower core first")
-        part_cores = [core for core in allowed if low <= core <= high]
-        if len(part_cores) != high - low + 1:
-            raise ValueError(
-                f"there is no device {name}: this process may run on cores "
-                f"{', '.join(map(str, allowed))}"
-            )
-        cores += part_cores
-    if len(set(cores)) < len(cores):
-        raise ValueError(f"device {name} names a core twice")
-    return tuple(sorted(cores))
+    cores = [core for core in allowed if any(low <= core <= high for low, high in runs)]
+    if not is_core(name) or len(cores) != sum(high - low + 1 for low, high in runs):
+        raise ValueError(
+            f"there is no device {name}: this process may run on cores "
+            f"{', '.join(map(str, allowed))}"
+        )
+    return tuple(cores)
 
 
 @contextmanager

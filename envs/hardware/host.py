@@ -6,11 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
+from envs.hardware.core_sets import is_core_set
 from graphs.text import suggestion
-
-_CORE: Final = re.compile(r"(^|:)core:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ def check_hosts(cluster: str, hosts: Sequence[Host], names: Sequence[str]) -> No
                 f"cluster {cluster!r}: hosts name device {name!r} {count} times; "
                 "one thread issues its ops, so name it once"
             )
-        if _CORE.search(name):
+        if is_core_set(name):
             raise ValueError(
                 f"cluster {cluster!r}: a host names {name!r}, but a core has a worker process of "
                 "its own that issues its ops; leave cores out of [[host]]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_bad_targets_get_a_sentence(
     ("command", "words"),
     [
         ("optimize never/loaded.py:f --devices core:999", "may run on cores"),
+        ("optimize never/loaded.py:f --devices core:0,core:0", "overlap in core 0"),
+        ("optimize never/loaded.py:f --devices core:0-1,core:0", "core:0 and core:0-1 overlap"),
+        ("optimize never/loaded.py:f --devices core:5-3", "write the lower core first"),
+        ("optimize never/loaded.py:f --devices core:0-1-1", "there is no device 'core:0-1-1'"),
+        ("optimize never/loaded.py:f --devices core:0+0", "core:0+0 names a core twice"),
+        ("optimize never/loaded.py:f --devices n1:core:0-1", "no device 'n1:core:0-1'"),
+        ("optimize never/loaded.py:f --devices core:0-65000", "no device core:0-65000"),
         ("optimize never/loaded.py:f --devices cuda:0", "cuda:0"),
         ("optimize never/loaded.py:f --devices core:0 --cluster c.toml", "give --devices"),
         ("optimize never/loaded.py:f --memory core:0=1GB --cluster c.toml", "file has devices"),
@@ -141,6 +149,77 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(
     assert "never/loaded.py" not in error
     assert "Errno" not in error
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+CLUSTER = """
+format = "placer-cluster/1"
+device = [
+    {{name = "{one}", kind = "cpu", memory_bytes = 1}},
+    {{name = "{other}", kind = "cpu", memory_bytes = 1}},
+]
+host = [{hosts}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "hosts", "words"),
+    [
+        ("core:0-1", "core:0", "", "devices core:0 and core:0-1 overlap in core 0"),
+        ("n1:core:0-3", "n1:core:2", "", "devices n1:core:0-3 and n1:core:2 overlap in core 2"),
+        ("n1:core:5-3", "n1:core:0", "", "device n1:core:5-3 is empty"),
+        ("core:0+0", "core:1", "", "device core:0+0 names a core twice"),
+        ("core:0-1-1", "core:2", "", "there is no device 'core:0-1-1'"),
+        ("cuda:0", "cpu", '{devices = ["cpx"]}', "names device 'cpx'; there are cuda:0, cpu"),
+        ("cuda:0", "cpu", '{devices = ["cpu", "cpu"]}', "name device 'cpu' 2 times"),
+        ("cuda:0", "cpu", "{devices = []}", "a host names no devices"),
+        ("cuda:0", "cpu", '{devices = "cpu"}', "host[0].devices is 'cpu', not a list"),
+        ("n1:core:0", "cpu", '{devices = ["n1:core:0"]}', "leave cores out of [[host]]"),
+    ],
+)
+def test_bad_sets_and_hosts_of_clusters_are_refused(
+    one: str,
+    other: str,
+    hosts: str,
+    words: str,
+    files: Files,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph, cluster = files()
+    cluster.write_text(CLUSTER.format(one=one, other=other, hosts=hosts))
+    out = str(tmp_path / "p.json")
+    assert main(["optimize", str(graph), "--cluster", str(cluster), "--out", out]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"placer: {cluster}: ")
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"devices": {"a": "core:0-1", "b": "core:0"}}, "core:0 and core:0-1 overlap in core 0"),
+        ({"devices": {"a": "core:5-3"}}, "device core:5-3 is empty"),
+        ({"devices": {"a": "core:0"}, "device_order": ["core:0", "core:0-1"]}, "overlap in core 0"),
+        (
+            {"devices": {"a": "core:0"}, "replicas": {"groups": [["core:0"], ["core:0-1"]]}},
+            "core:0",
+        ),
+        ({"devices": {"a": "core:0"}, "replicas": {"groups": [[]]}}, "groups of equally many"),
+    ],
+)
+def test_bad_sets_of_placements_are_refused(
+    content: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "placement.json"
+    file.write_text(json.dumps({"format": "placer-placement/1"} | content))
+    for command in (
+        ["show", str(file)],
+        ["run", "never/loaded.py:f", "--placement", str(file), "--steps", "1"],
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"placer: {file}: ")
+        assert words in error
 
 
 def test_a_placement_of_another_graph_is_refused(
