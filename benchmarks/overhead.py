@@ -6,7 +6,7 @@ A training step, forward and backward, of the plain and the placed model in turn
 affects both. ``module`` runs all calls on the CPU in this process, as placements on torch devices
 do; ``workers`` runs all ops in the worker process of one core, against the plain model with one
 thread on that core; ``step`` compares ``placed.step`` in a training loop on two cores, with torch's
-own optimizer, with the same placement as it is measured.
+own optimizer, with what its workers alone take for the same placement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 import placer
 from benchmarks.record import Effort, Part, quartiles
 from benchmarks.tables import Table, spread
-from envs.core_runtime import SETTLE_S
+from envs.core_runtime.executor import SETTLE_S
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.placed_model import PlacedModel
@@ -117,7 +117,7 @@ def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Tab
 
 
 def in_loop(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
-    """Compare ``placed.step`` between updates with the measured step of the same placement."""
+    """Compare ``placed.step`` between updates with the workers' part of the same placement."""
     extraction = extract(load_step(target, training=True))
     step, program = extraction.step, extraction.program
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -148,7 +148,7 @@ def in_loop(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
                 optimizer.step()
             return seconds
 
-        return compared(f"{name}, placed.step / measured", measured, trained, pairs, found)
+        return compared(f"{name}, placed.step / workers", measured, trained, pairs, found)
 
 
 def compared(
@@ -166,7 +166,7 @@ def compared(
     return Table(
         "Overhead",
         "a training step with everything on one device, in multiples of the plain model (calls in "
-        f"process: at most {BAR}), or placed.step in multiples of the measured step",
+        f"process: at most {BAR}), or placed.step in multiples of its workers' part",
         ("model", "placed / plain"),
         ((name, spread(ratios, ".2f")),),
     )

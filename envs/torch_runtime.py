@@ -99,6 +99,9 @@ class TorchRuntime:
             costs = call_costs(self.extraction, self.call_graph)
             costs.keep_factors(first_of_kinds(cluster.devices), factors)
 
+    def hand_over_costs(self, cluster: Cluster) -> None:
+        """Return None: the step runs in this process."""
+
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 

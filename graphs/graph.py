@@ -2,8 +2,8 @@
 
 A graph is an ``nx.DiGraph``. A node is an op; its key is a stable string, and its attributes are
 those of :class:`OpAttributes`. Every edge has ``bytes``: the part of its source's output that its
-target needs. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: source of its
-costs}); ops whose costs come from elsewhere have a ``cost_source`` of their own.
+target needs. ``graph.graph`` holds ``name``, ``cost_source`` ({device kind: source of costs};
+ops may have their own) and, with costs of workers, ``hand_over_s``, the time of a step beside ops.
 
 Hot paths use :class:`GraphArrays`, made once per graph and read-only, and never networkx. Op ``i``
 is the ``i``-th node in insertion order, everywhere; ties between ops are broken by this index.
@@ -207,6 +207,7 @@ class GraphArrays:
 
     name: str
     hash: str
+    hand_over_s: float = 0.0  # of a step to the workers that run it, and of its results back
     ids: tuple[str, ...]
     ops: tuple[str, ...]
     modules: tuple[str, ...]
@@ -277,13 +278,12 @@ class GraphArrays:
                 for kind in sorted({kind for node in nodes for kind in node[name]})
             }
 
-        sizes: dict[str, Any] = {
-            name: column((node[name] for node in nodes), np.int64) for name in SIZES
-        }
+        sizes: dict[str, Any] = {n: column((node[n] for node in nodes), np.int64) for n in SIZES}
         sizes |= {name: by_kind(name) for name in ("cost_s", "loaded_cost_s")}
         return cls(
             name=name,
             hash=graph_hash(graph),
+            hand_over_s=float(graph.graph.get("hand_over_s", 0.0)),
             ids=tuple(graph),
             ops=tuple(node["op"] for node in nodes),
             modules=tuple(node["module"] for node in nodes),

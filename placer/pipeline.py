@@ -281,12 +281,13 @@ class _Optimization:
     def _result(self, measuring_s: float) -> Result:
         best = choose(self.candidates)
         bound_s = self.search.objective.lower_bound_s(self.problem)
+        hand_over_s = self.problem.graph.hand_over_s  # what searches prove is without it
         return Result(
             placement=best.placement,
             problem=self.unplaced if best.is_unplaced and self.unplaced else self.problem,
             candidates=tuple(self.candidates),
             best=best,
-            lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
+            lower_bound_s=max(bound_s, *(each + hand_over_s for each in self.bounds_s), 0.0),
             search_s=self.search_s,
             measuring_s=0.0 if self._backend is None else measuring_s,
             stopped=self.interrupt.requested,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.placement import Placement
-from envs.problem import Problem
+from envs.problem import Problem, nanoseconds
 from envs.runtime import reduces_in_backward
 from envs.simulator import Schedule, Simulator
 from envs.simulator.micro_batches import OPTIMIZER, Pipeline
@@ -61,7 +61,8 @@ class ReplicaSimulator:
         ready = [_ready_ns(problem, devices, end_ns, *row) for row in rows]
         ready_ns = np.minimum(np.array(ready, np.int64), schedule.step_ns)
         slot = devices[gradients.home]
-        pass_ns = int(schedule.end_ns[~is_update].max(initial=0))
+        hand_over_ns = nanoseconds(problem.graph.hand_over_s)
+        pass_ns = int(schedule.end_ns[~is_update].max(initial=0)) + hand_over_ns
         update_ns = np.zeros(problem.device_count, np.int64)
         durations_ns = schedule.end_ns - schedule.start_ns
         np.add.at(update_ns, schedule.devices[is_update], durations_ns[is_update])
@@ -70,7 +71,7 @@ class ReplicaSimulator:
             update_ns[:] = update_ns.sum()
         last_ns = max(pass_ns, int(ready_ns.max(initial=0)))
         return ReplicaStep(
-            step_ns=max(schedule.step_ns, last_ns + int(update_ns.max())),
+            step_ns=max(schedule.step_ns + hand_over_ns, last_ns + int(update_ns.max())),
             pass_ns=pass_ns,
             slot=frozen(slot),
             size_bytes=gradients.size_bytes,

@@ -51,8 +51,9 @@ def fitted_factors(
             on_path_ns = (schedule.end_ns - schedule.start_ns)[chain] - launch_ns[where]
             path = columns[chain, where]
             of_class = np.bincount(path, np.maximum(on_path_ns, 0.0), len(classes))
-            shares.append(of_class / schedule.step_ns)
-            error.append(np.log(step_s * 1e9 / schedule.step_ns))
+            whole_ns = schedule.step_ns + problem.graph.hand_over_s * 1e9
+            shares.append(of_class / whole_ns)
+            error.append(np.log(step_s * 1e9 / whole_ns))
         if not shares:
             return {}
         used |= np.any(shares, axis=0)

@@ -147,6 +147,8 @@ class Pipeline:
         """Return one column of the copies; gates get 0 in the int64 and float64 columns."""
         if isinstance(values, str):
             return values
+        if isinstance(values, float):
+            return values
         if isinstance(values, tuple):
             return tuple(values[i] for i in self.origin.tolist())
         if isinstance(values, dict):

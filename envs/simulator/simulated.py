@@ -179,7 +179,8 @@ class Simulated:
     """The simulated backend: deterministic, and the same on every machine.
 
     ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, its
-    transfers and waits for their links, or for the thread of a host; they add up to the step.
+    transfers and waits for their links, or for the thread of a host, and, where workers run the
+    step, ``hand_over``; they add up to the step.
 
     A placement in m micro-batches is a step that runs the graph m times, see
     :mod:`envs.simulator.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and
@@ -248,13 +249,15 @@ class Simulated:
             return StepResult.infeasible(schedule.reason, peaks), schedule
         critical = schedule.critical_chain()
         compute_ns = int((schedule.end_ns - schedule.start_ns)[critical].sum())
+        hand_over_s = problem.graph.hand_over_s
         period_s, no_period_reason = self._period_s(placement, problem, schedule)
         step = StepResult(
-            step_s=schedule.step_ns / 1e9,
+            step_s=schedule.step_ns / 1e9 + hand_over_s,
             peak_memory_bytes=peaks,
             parts={
                 "compute": compute_ns / 1e9,
                 "transfer": (schedule.step_ns - compute_ns) / 1e9,
+                **({"hand_over": hand_over_s} if hand_over_s else {}),
             },
             period_s=period_s,
             no_period_reason=no_period_reason,

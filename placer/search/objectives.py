@@ -94,8 +94,11 @@ class Objective:
         devices, _ = placement.arrays()
         step, schedule = simulated.result(placement, schedule)
         load_ns = int(max_load_ns(problem, devices)[0])
-        known = {"step_s": schedule.step_ns, "max_load_s": load_ns}
-        times_s = {name: ns / 1e9 for name, ns in known.items() if ns < INFEASIBLE_NS}
+        times_s: dict[str, float] = {}
+        if schedule.step_ns < INFEASIBLE_NS:
+            times_s["step_s"] = schedule.step_ns / 1e9 + problem.graph.hand_over_s
+        if load_ns < INFEASIBLE_NS:
+            times_s["max_load_s"] = load_ns / 1e9
         if step.period_s is not None:
             times_s["period_s"] = step.period_s
         feasible, why, needed = step.feasible, step.why, schedule.peak_bytes
@@ -126,7 +129,7 @@ class Objective:
             return pace_ns(problem, optimizer=False) / 1e9
         if self.micro_batches > 1:
             problem = self._pipelined(problem)
-        return lower_bound_ns(problem) / 1e9
+        return lower_bound_ns(problem) / 1e9 + problem.graph.hand_over_s
 
     def _pipelined(self, problem: Problem) -> Problem:
         return Pipeline(problem, self.micro_batches, in_flight=self.in_flight).problem

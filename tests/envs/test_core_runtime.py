@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from envs.backend import measurements
-from envs.core_runtime import FEWEST_ROUNDS, UNCOUNTED_BYTES, CoreExecutor, CoreRuntime
+from envs.core_runtime import CoreExecutor, CoreRuntime
+from envs.core_runtime.executor import UNCOUNTED_BYTES
+from envs.core_runtime.runtime import FEWEST_ROUNDS
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.hand_over import HandOver
 from envs.executors.cores.pool import WorkerPool
@@ -182,7 +184,7 @@ def test_workers_of_which_one_dies_while_they_start_are_started_once_more(
             raise deaths.pop()
         return WorkerPool(*args, **options)
 
-    monkeypatch.setattr("envs.core_runtime.WorkerPool", start)
+    monkeypatch.setattr("envs.core_runtime.executor.WorkerPool", start)
     backend.close()
     assert backend.evaluate(candidates(backend.problem)[:1])[0].feasible
     assert not deaths
@@ -196,7 +198,7 @@ def test_without_new_workers_all_fail_and_measuring_can_go_on_later(
 
     backend.close()
     with monkeypatch.context() as patch:
-        patch.setattr("envs.core_runtime.WorkerPool", refuse)
+        patch.setattr("envs.core_runtime.executor.WorkerPool", refuse)
         results = backend.evaluate(candidates(backend.problem))
     assert all("too many open files" in result.why for result in results)
     assert not backend.interrupted
@@ -263,8 +265,8 @@ def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.Monke
             super().__init__(*args, **keywords)
             started.append(self)
 
-    monkeypatch.setattr("envs.core_runtime.WorkerPool", Seen)
-    monkeypatch.setattr("envs.core_runtime.load_example", fail)
+    monkeypatch.setattr("envs.core_runtime.executor.WorkerPool", Seen)
+    monkeypatch.setattr("envs.core_runtime.executor.load_example", fail)
     with pytest.raises(KeyboardInterrupt):
         CoreExecutor(*small_problem())
     assert started[0].closed

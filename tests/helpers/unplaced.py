@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from envs.core_runtime import alone
+from envs.core_runtime.executor import alone
 from envs.hardware.cluster import Device
 from envs.measurement import Measurement
 from envs.placement import Placement

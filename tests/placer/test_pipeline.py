@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placer
-from envs.core_runtime import CoreRuntime, rounds_for
+from envs.core_runtime.runtime import CoreRuntime, rounds_for
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import present
 from envs.placement import Placement

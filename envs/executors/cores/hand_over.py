@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from envs.executors.cores.arena import Arena, count_update, load_batch
-from envs.executors.process_settings import with_threads
+from envs.executors.process_settings import keep_freed_memory, with_threads
 from envs.executors.state_devices import STATE_ROLES
 from graphs.extract import Workload
 from graphs.extract.export.trace import Position
@@ -29,6 +29,7 @@ class HandOver:
             step: the step of the model.
             outputs: what the model returns, with a Position for every tensor.
         """
+        keep_freed_memory()  # of outputs
         self.program = arena.program
         self._arena = arena
         self._step = step

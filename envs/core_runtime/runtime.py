@@ -1,0 +1,122 @@
+"""The runtime of pinned cores: worker processes run the joint graph op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from envs.backend import ProgressCallback
+from envs.core_runtime.executor import CoreExecutor, alone, runs_unplaced, unplaced_device
+from envs.costs.cached_costs import MeasuredCosts, OpCosts, first_of_kinds
+from envs.costs.hand_over import hand_over_costs
+from envs.costs.ops import core_costs
+from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
+from envs.executors.cores.instruction_lists import priority_order
+from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.unplaced import UnplacedModel
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import cores_of, is_local_core_set, present
+from envs.measured import LONG_STEP_S, TURN_S, Measured
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator.schedule import Schedule, run_order
+from graphs.extract import Extraction
+from graphs.extract.placeable import gradient_makers
+from graphs.graph import GraphArrays
+
+MEASURED_S: Final = 1.0
+FEWEST_ROUNDS: Final = 5
+MOST_ROUNDS: Final = 11
+
+
+class CoreRuntime:
+    """The runtime of pinned cores: every op can be placed.
+
+    It also simulates clusters with devices that are not on this machine.
+    """
+
+    def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
+        self.extraction = extraction
+        self.graph = extraction.graph
+        self.runs = extraction.step_program is not None
+        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
+
+    def costs(
+        self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
+    ) -> dict[str, OpCosts]:
+        """Return costs measured in context by the workers, or cached ones.
+
+        Kinds without a core set on this machine get a roofline estimate from their rates.
+        """
+        check_cluster(cluster)
+        here = first_of_kinds([one for one in cluster.devices if is_local_core_set(one.name)])
+        described = [device for device in cluster.devices if device.kind not in here]
+        unplaced = runs_unplaced(cluster.names)
+        known = core_costs(self.extraction, progress, unplaced=unplaced)
+        costs = known.costs(here, fresh=fresh) if here else {}
+        for kind, cost_s in roofline_costs(self.graph, described).items():
+            costs[kind] = OpCosts.of_one_source(cost_s, SOURCE)
+        return costs
+
+    def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
+        """Return the cached costs on cores of this machine, None unless all ops are cached."""
+        costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
+        return costs.known(first_of_kinds(cluster.devices))
+
+    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep factors of costs on cores of this machine, or of the unplaced model there."""
+        costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
+        costs.keep_factors(first_of_kinds(cluster.devices), factors)
+
+    def hand_over_costs(self, cluster: Cluster) -> MeasuredCosts | None:
+        """Return the cost of handing over a step; None where devices are elsewhere, or unplaced."""
+        handed = self.runs and all(map(is_local_core_set, cluster.names))
+        if not handed or runs_unplaced(cluster.names):
+            return None
+        return hand_over_costs(self.extraction)
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with all its memory."""
+        return cluster
+
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return the ops that compute the gradients of each op's parameters."""
+        return gradient_makers(self.extraction)
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """Return ops by start time."""
+        return run_order(problem, schedule.start_ns)
+
+    def backend(
+        self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
+    ) -> Measured:
+        """Return a backend of worker processes."""
+        executor = CoreExecutor(
+            self.extraction,
+            problem,
+            limits=self.limits,
+            latency_s=max((link.latency_s for link in problem.cluster.links), default=0.0),
+            step_timeout_s=60.0 + 100.0 * max(predicted_s, default=0.0),
+        )
+        rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
+        return Measured(executor, rounds=rounds)
+
+    def unplaced(self, cluster: Cluster) -> Cluster | None:
+        """Return the set of all cores as the one device of a cluster."""
+        device = unplaced_device(cluster.devices) if len(cluster) > 1 else None
+        return None if device is None else alone(device)
+
+    def apply(self, placement: Placement) -> PlacedModel | UnplacedModel:
+        """Return the placed model; its workers run until it is closed."""
+        cluster = present(placement.device_names)
+        fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
+        if runs_unplaced(fitting.device_names):
+            return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
+        order = priority_order(self.extraction.program, fitting.priority)
+        return PlacedModel(self.extraction, cluster, fitting.devices, order)
+
+
+def rounds_for(step_s: float) -> int:
+    """Return the number of turns of a placement that take about a second, 5 to 11."""
+    turn_s = step_s if step_s >= LONG_STEP_S else step_s + max(step_s, TURN_S)
+    return int(min(max(MEASURED_S / turn_s, FEWEST_ROUNDS), MOST_ROUNDS))
