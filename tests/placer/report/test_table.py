@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.steps import Steps, step_table
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
@@ -225,14 +224,6 @@ def test_links_that_were_measured_on_a_busy_machine_are_named(quiet: Result) -> 
     contended = replace(quiet, problem=Problem.of(quiet.problem.graph, cluster))
     [remark] = [remark for remark in contended.remarks if "links" in remark]
     assert "core:1 28.4 x" in remark
-
-
-def test_the_evidence_of_a_busy_machine_has_both_clocks(quiet: Result) -> None:
-    for result, cells in (
-        (quiet, ("603.4", "355.6")),
-        (busy(quiet, 3.0, 3.0, 3.0), ("603.4 (1810.1)", "355.6 (1066.9)")),
-    ):
-        assert step_table(Steps.of("m", result), "two cores").rows[0][2:4] == cells
 
 
 @pytest.mark.parametrize("clock", ["cpu", "wall"])
