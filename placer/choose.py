@@ -71,16 +71,17 @@ def mispredicted(candidates: Sequence[Candidate]) -> Candidate | None:
     return None
 
 
-def worth_running_too(found: Sequence[Candidate], ran: Sequence[Candidate]) -> list[Candidate]:
+def worth_running_too(found: Sequence[Candidate], before: Sequence[Candidate]) -> list[Candidate]:
     """Return the best of a repeated search, if it may be faster than all placements that ran.
 
     The predictions of both are by the same costs.
     """
-    placed = [each for each in ran if not each.is_unplaced]
-    least_s = min(each.predicted_s for each in placed) * (1 - messages.SMALLEST_GAIN)
+    ran = [each for each in before if each.measurement is not None and each.can_run]
+    least_s = min(each.predicted_s for each in ran if not each.is_unplaced)
     hopeless_s = min(each.ranking_s(contended=False) for each in ran) * (1 + OFF)
     others = [each for each in found if not (each.is_single or each.is_unplaced)]
-    faster = [each for each in others if each.predicted_s < min(least_s, hopeless_s)]
+    limit_s = min(least_s * (1 - messages.SMALLEST_GAIN), hopeless_s)
+    faster = [each for each in others if each.predicted_s < limit_s]
     return distinct(sorted(faster, key=lambda each: each.predicted_s), FURTHER_CANDIDATES)
 
 

@@ -209,7 +209,7 @@ class _Optimization:
         ]
         self.problem, self.unplaced, self.candidates = fitted, unplaced, before
         self.mispredicted, self.bounds_s = wrong, _bounds_s(found)
-        further = worth_running_too(found, [each for each in before if each.measurement])
+        further = worth_running_too(found, before)
         if further and not self.interrupt.requested:
             self.progress.stage("Running the best of them for real")
             self._run_further(backend, further)

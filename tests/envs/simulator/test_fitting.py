@@ -72,6 +72,24 @@ def test_steps_as_predicted_change_nothing() -> None:
     assert factors == {"x": dict.fromkeys(CLASSES, 1.0)}
 
 
+def test_costs_beside_busy_devices_are_fitted_alike() -> None:
+    graph = graph_of_all_classes(0)
+    for _, node in graph.nodes(data=True):
+        node["loaded_cost_s"] = {"*": 1.3 * node["cost_s"]["*"]}
+    problem = Problem.of(GraphArrays.from_graph(graph), toy_pair("a", "b"))
+    assert problem.load is not None
+    true = dict(zip(CLASSES, (1.2, 0.9, 1.1, 1.0, 0.9), strict=True))
+    machine = scaled_problem(problem, {"x": true})
+    assert machine.load is not None
+    np.testing.assert_allclose(machine.load.extra_ns, 0.3 * machine.cost_ns, atol=1)
+    placements = placements_of(problem, 100)
+    fitted = scaled_problem(
+        problem, fitted_factors(problem, placements, measured_s(machine, placements))
+    )
+    others = placements_of(problem, 110)[100:]
+    assert measured_s(fitted, others) == pytest.approx(measured_s(machine, others), rel=0.02)
+
+
 def test_launches_keep_their_time_and_a_kind_without_ops_gets_no_factor() -> None:
     devices = (
         Device(name="a", kind="x", memory_bytes=1 << 40, launch_s=1e-3),
