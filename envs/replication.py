@@ -22,7 +22,7 @@ from envs.collectives import (
     cheapest_all_reduce,
 )
 from envs.hardware.core_sets import check_core_sets
-from graphs.strict_json import array, fields, number, text, whole, within
+from graphs.strict_json import array, boolean, fields, number, text, whole, within
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
@@ -40,7 +40,9 @@ _IN_FILE: Final[Mapping[str, tuple[str, Callable[[object, str], Any]]]] = {
     "coding_bytes_per_s": ("coding_bytes_per_s", number),
 }
 """{key of a reduction in a file: (field, its parser)}."""
-_KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction", "algorithms", "levels"})
+_KEYS: Final = frozenset(
+    {"groups", "batch", "accumulate", "reduction", "algorithms", "levels", "unplaced"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class Replication:
         algorithms: of a plan: those that "auto" chose, the one with most bytes first.
         levels: of a plan that reduces level by level: ranks at each level of the network, innermost
             first.
+        unplaced: of a plan: every replica is the model as it is, with a thread of torch on each
+            core of its one device.
 
     In a placement file::
 
@@ -86,6 +90,7 @@ class Replication:
     groups: tuple[tuple[str, ...], ...] = ()
     algorithms: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
+    unplaced: bool = False
 
     def __post_init__(self) -> None:
         for name, count in (("replicas", self.replicas), ("samples", self.samples)):
@@ -111,6 +116,8 @@ class Replication:
             )
         if self.groups or self.levels:
             self._check_groups()
+        if self.unplaced and len(self.groups[0] if self.groups else ()) != 1:
+            raise ValueError("unplaced replicas are on one device each")
 
     def _check_groups(self) -> None:
         if not all(self.groups) or len({len(group) for group in self.groups}) != 1:
@@ -188,7 +195,11 @@ class Replication:
     def to_dict(self) -> dict[str, Any]:
         """Return the ``replicas`` part of a placement file."""
         reduction = {key: getattr(self, name) for key, (name, _) in _IN_FILE.items()}
-        chosen = {"algorithms": list(self.algorithms), "levels": list(self.levels)}
+        chosen = {
+            "algorithms": list(self.algorithms),
+            "levels": list(self.levels),
+            "unplaced": self.unplaced,
+        }
         return {
             "groups": [list(group) for group in self.groups],
             "batch": self.batch,
@@ -221,6 +232,7 @@ class Replication:
             accumulate=whole(top.get("accumulate", 1), f"{where}.accumulate"),
             algorithms=_each(top, "algorithms", where, text),
             levels=_each(top, "levels", where, whole),
+            unplaced=boolean(top.get("unplaced", False), f"{where}.unplaced"),
             **{
                 _IN_FILE[key][0]: _IN_FILE[key][1](value, f"{where}.reduction.{key}")
                 for key, value in reduction.items()

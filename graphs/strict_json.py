@@ -173,6 +173,13 @@ def text(value: object, where: str) -> str:
     return value
 
 
+def boolean(value: object, where: str) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{where} is {reprlib.repr(value)}, neither true nor false")
+    return value
+
+
 def number(value: object, where: str) -> float:
     """Return a number as float, possibly not finite."""
     if not isinstance(value, int | float) or isinstance(value, bool):

@@ -86,9 +86,10 @@ def optimize(
         search: how placements are searched, see :class:`placer.SearchConfig`.
         constraints: pins, ops kept together and memory limits, see :class:`placer.Constraints`.
         replicas: train this many replicas of a placement, each on its own devices; ``"auto"``
-            chooses the number; see :class:`placer.Replication` for more options. Nothing is run.
-            The result is the placement of one replica, a :class:`placer.ReplicatedResult`, whose
-            ``replication`` holds all alternatives.
+            chooses the number; see :class:`placer.Replication` for more options. On several cores
+            of this machine the best plans are run, elsewhere nothing is. The result is the
+            placement of one replica, a :class:`placer.ReplicatedResult`, whose ``replication``
+            holds all alternatives.
         extractor: how the graph of a model is extracted: ``"export"``, ``"dispatch"`` or
             ``"modules"``; ``"auto"`` takes the first of these that succeeds.
         fresh: measure devices and ops again and ignore the cache.

@@ -268,6 +268,12 @@ def runs_unplaced(names: Sequence[str]) -> bool:
     return len(names) == 1 and is_local_core_set(names[0]) and len(cores_of(names[0])) > 1
 
 
+def leaves_unplaced(placement: Placement) -> bool:
+    """Return whether a placement leaves the model unplaced: by its device, or by its replicas."""
+    is_unplaced = placement.replicas is not None and placement.replicas.unplaced
+    return is_unplaced or runs_unplaced(placement.device_names)
+
+
 def _pool_with_example(
     extraction: Extraction, devices: Sequence[Device], step_timeout_s: float
 ) -> WorkerPool:

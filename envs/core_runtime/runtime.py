@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from envs.backend import ProgressCallback
-from envs.core_runtime.executor import CoreExecutor, alone, runs_unplaced, unplaced_device
+from envs.core_runtime.executor import (
+    CoreExecutor,
+    alone,
+    leaves_unplaced,
+    runs_unplaced,
+    unplaced_device,
+)
 from envs.costs.cached_costs import MeasuredCosts, OpCosts, first_of_kinds
 from envs.costs.hand_over import hand_over_costs
 from envs.costs.ops import core_costs
@@ -110,7 +116,7 @@ class CoreRuntime:
         """Return the placed model; its workers run until it is closed."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
-        if runs_unplaced(fitting.device_names):
+        if leaves_unplaced(placement):
             return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)

@@ -10,8 +10,9 @@ from typing import Final
 
 from graphs.text import escaped
 
-SPEEDS: Final = ("cores-*.toml", "torch-*.toml", "collectives-*.json")
-"""Names of calibration files, see envs/costs/calibrate.py and placer/parallel/collectives.py."""
+SPEEDS: Final = ("cores-*.toml", "torch-*.toml", "collectives-*.json", "replicas-*.json")
+"""Names of calibration files, see envs/costs/calibrate.py, placer/parallel/collectives.py and
+placer/replicate/fitting.py."""
 
 
 NOWHERE: Final = Path(os.devnull)

@@ -193,7 +193,8 @@ def _print(trained: Trained) -> None:
     from envs.hardware.units import milliseconds
 
     if trained.step_s is not None:
-        print(f"median step: {milliseconds(trained.step_s)} ms by the wall clock")
+        step = milliseconds(trained.step_s)
+        print(f"median step: {step} ms by the wall clock, without loading its batch")
     for name, value in trained.report.items():
         print(f"{name}: {value:.6g}")
 

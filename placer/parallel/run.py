@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from envs.core_runtime.executor import leaves_unplaced
 from envs.executors.cores.pool import spread_seed
+from envs.hardware.discover import cores_of, is_core
 from envs.placement import Placement
 from envs.runtime import tensor_device
 from graphs.extract import Workload, extract
 from placer.applying import apply_extracted
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.liveness import Liveness, RunStore, shared_secret
-from placer.parallel.methods.sync import make_sync
+from placer.parallel.methods.registry import SyncConfig
+from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
 from placer.parallel.plan import RunPlan, RunRequest, run_plan
 from placer.parallel.processes import (
     StoppedError,
@@ -132,13 +136,13 @@ def train_rank(
             if rank == 0:
                 started(ranks)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
+            occupy(run.local)
             replica = Replica(apply_extracted(extract(run.step, request.extractor), run.local))
-            slots = dict.fromkeys(map(tensor_device, run.local.device_names))
-            sync = make_sync(
-                replica.module,
+            sync = synced(
+                replica,
+                run.local,
                 lambda parameters: _optimizer(request, parameters),
                 sync_config,
-                group_of=groups_of_slots(list(slots)),
             )
             checkpoint = None
             if request.checkpoint is not None:
@@ -163,6 +167,23 @@ def train_rank(
             if replica is not None:
                 replica.close()
             liveness.close()
+
+
+def synced(
+    replica: Replica, local: Placement, make_optimizer: MakeOptimizer, config: SyncConfig
+) -> Sync:
+    """Create what keeps the replica of this rank in sync with those of all other ranks."""
+    slots = dict.fromkeys(map(tensor_device, local.device_names))
+    return make_sync(replica.module, make_optimizer, config, group_of=groups_of_slots(list(slots)))
+
+
+def occupy(local: Placement) -> None:
+    """Keep this process to the cores of its replica, with a thread on each if it is unplaced."""
+    if not all(map(is_core, local.device_names)):
+        return
+    cores = {core for name in local.device_names for core in cores_of(name)}
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores) if leaves_unplaced(local) else 1)
 
 
 def _optimizer(request: RunRequest, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

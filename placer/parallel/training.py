@@ -142,7 +142,7 @@ class Trained:
 
     losses: tuple[float, ...]
     first_step: int
-    step_s: float | None  # median over the steps of this run
+    step_s: float | None  # median over the steps of this run, without loading their batches
     report: Mapping[str, Any]
 
 
@@ -176,11 +176,12 @@ def train(
     first, rank, ranks = len(losses), dist.get_rank(), dist.get_world_size()
     seconds: list[float] = []
     for step in range(first, steps):
-        start_s = time.perf_counter()
         reached(step)
-        sync.zero_grad()
         numbers = numbers_of(step, rank, ranks, accumulate)
-        losses.append(replica.backward([batches(number) for number in numbers]))
+        passes = [batches(number) for number in numbers]
+        start_s = time.perf_counter()
+        sync.zero_grad()
+        losses.append(replica.backward(passes))
         sync.step()
         seconds.append(time.perf_counter() - start_s)
         progress(step, losses[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 from envs.hardware.discover import hosts_of
 from envs.hardware.units import milliseconds
@@ -13,11 +14,16 @@ from graphs.graph import PHASES
 from placer.messages import NO_OPTIMIZER, extraction_remarks
 from placer.replicate.result import ReplicaPlan, Split
 
+LARGEST_ERROR: Final = 0.1
+"""Relative error of a prediction above which it is mentioned."""
+
 
 def verdict_of(plan: ReplicaPlan) -> str:
     """Return the best split and how it compares to pure data parallelism and pure placement."""
     best, step = plan.best, plan.best.step
     assert step is not None
+    if best.was_run:
+        return _measured_verdict(plan)
     devices = "1 device" if best.devices_each == 1 else f"{best.devices_each} devices"
     replicas = "One replica on" if best.replicas == 1 else f"{best.replicas} replicas of"
     each = " each" if best.replicas > 1 else ""
@@ -42,12 +48,60 @@ def verdict_of(plan: ReplicaPlan) -> str:
     return " ".join([f"{text}.", *compared])
 
 
+def _measured_verdict(plan: ReplicaPlan) -> str:
+    """Return the best split of those that were run, and what it gains over each of the others."""
+    best = plan.best
+    cores = "1 device" if best.devices_each == 1 else f"{best.devices_each} devices"
+    if best.joined and best.replicas == 1:
+        start = f"Nothing to gain: leave the model unplaced, on all cores of {cores}"
+    elif best.joined:
+        start = f"Leave the model unplaced: {best.replicas} replicas on {cores} each"
+    else:
+        replicas = "One replica on" if best.replicas == 1 else f"{best.replicas} replicas of"
+        start = f"{replicas} {cores}{' each' if best.replicas > 1 else ''}"
+    assert best.measured_s is not None, "the best split was run"
+    text = f"{start}: {best.measured_samples_per_s:.4g} samples/s, measured, in steps of "
+    text += f"{milliseconds(best.measured_s)} ms"
+    others = [
+        f"{best.measured_samples_per_s / other.measured_samples_per_s:.2f}x {other.name}"
+        for other in sorted(plan.splits, key=lambda s: -(s.measured_samples_per_s or 0.0))
+        if best.measured_samples_per_s and other.measured_samples_per_s and other is not best
+    ]
+    return f"{text}. That is {', '.join(others)}." if others else f"{text}."
+
+
 def remarks_of(plan: ReplicaPlan) -> list[str]:
     """Return remarks that qualify the numbers of a plan, one sentence each."""
-    remarks = ["Nothing was run: all times are simulated.", *_assumptions(plan), *_limits(plan)]
+    remarks = [*_runs(plan), *_assumptions(plan), *_limits(plan)]
     if plan.extraction is not None:
         remarks += extraction_remarks(plan.extraction)
     return remarks
+
+
+def _runs(plan: ReplicaPlan) -> Iterator[str]:
+    """Yield what was run, and what that says about the predictions."""
+    if not plan.was_run:
+        constants = (
+            "" if plan.collectives else ", reductions from the latency and bandwidth of links"
+        )
+        yield f"Nothing was run: all times are simulated{constants}."
+    else:
+        yield "Measured steps reduce the gradients and include the update, by plain SGD."
+    fastest = max(split.measured_samples_per_s or 0.0 for split in plan.candidates)
+    if plan.best.measured_samples_per_s and plan.best.measured_samples_per_s < fastest:
+        yield "The fastest are within noise, so the simplest of them was chosen."
+    for split in plan.splits:
+        if split.measurement is not None and not split.measurement.ok:
+            yield f"{split.name} could not be run: {split.measurement.failure.rstrip('.')}."
+    if plan.is_busy:
+        yield (
+            "Other processes used the cores when plans were run: times are not those of a quiet "
+            "machine, and later predictions are not corrected by them."
+        )
+    elif plan.best.measured_s is not None:
+        error = plan.best.measured_s / plan.best.step_s - 1
+        if abs(error) > LARGEST_ERROR:
+            yield f"The prediction of the best was off by {error:+.0%}; later ones are corrected."
 
 
 def run_obstacle(replicas: Replication) -> str:
@@ -81,13 +135,13 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
         yield "The graph has no backward pass: gradients are ready at the end of each op."
     if requested.batch == "global" and requested.samples is None:
         yield "The batch size is not known, so the batch is divided into any number of parts."
-    if trains and "optimizer" not in phases:
+    if trains and "optimizer" not in phases and not plan.was_run:
         yield NO_OPTIMIZER
     if best.replicas > 1 and best.devices_each > 1:
         yield "Contention between reductions and transfers within a replica is not simulated."
     if best.replicas > 1 and requested.payload != "fp32" and requested.coding_bytes_per_s is None:
         yield f"Encoding and decoding {requested.payload} gradients is assumed to take no time."
-    if best.replicas > 1 and not reduces_in_backward(plan.problem.cluster):
+    if best.replicas > 1 and not (best.joined or reduces_in_backward(plan.problem.cluster)):
         how = "at the speed of their links; gloo is slower"
         if (measured := plan.collectives) is not None:
             how = f"with all-reduces of {measured.backend} as measured between these cores"

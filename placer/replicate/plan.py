@@ -23,15 +23,18 @@ from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.topology import Block, replica_groups, slot_networks
 from envs.replication import Replication
+from envs.runtime import costed
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline import grouped, optimize_problem
 from placer.progress import Progress, Silent
+from placer.replicate.fitting import FittedFactors, factors_path
 from placer.replicate.result import ReplicaPlan, Split
 from placer.replicate.simulation import Scaling, Variant, variants
 from placer.replicate.sources import StepSource
+from placer.replicate.trials import can_be_tried, with_trials
 from placer.result import Result
 from placer.search.compilation import load_compiled_code
 from placer.search.request import Budget
@@ -45,8 +48,9 @@ Search: TypeAlias = tuple[int, Block]
 def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
     """Plan replicas of the step of a workload, or of a graph with known costs.
 
-    Op costs may be measured, plans are not run. Raises a ValueError where there are fewer devices
-    than replicas, and a PlacementError where no replica fits.
+    On cores of this machine the best plans and the unplaced model are run, and the fastest wins.
+    Raises a ValueError where there are fewer devices than replicas, and a PlacementError where no
+    replica fits.
     """
     replication = job.replicas
     assert replication is not None
@@ -55,7 +59,16 @@ def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
         source = StepSource(job, progress)
     if replication.samples is None and source.whole.extraction is not None:
         replication = replace(replication, samples=batch_size(source.whole.extraction.step))
-    return _Planner(source, job.search, replication, progress).plan()
+    can_try = source.runs_on_cores and can_be_tried(source.whole.extraction, replication)
+    planner = _Planner(source, job.search, replication, progress)
+    if not can_try:
+        return planner.plan()
+    names = source.whole.cluster.names
+    path = factors_path(names)
+    planner.factors = FittedFactors.load(path)
+    plan = planner.plan(with_unplaced=True)
+    steps = {parts: each.extraction for parts, each in source.steps.items()}
+    return with_trials(plan, steps, path, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +121,9 @@ class _Planner:
     searched: dict[Search, _Searched] = field(default_factory=dict)
     search_s: float = 0.0
     collectives: MeasuredAllReduce | None = None  # between ranks on the devices, if measured
+    factors: FittedFactors = field(default_factory=FittedFactors)
 
-    def plan(self) -> ReplicaPlan:
+    def plan(self, *, with_unplaced: bool = False) -> ReplicaPlan:
         cost_source = self._graph(1).graph["cost_source"]
         problem = Problem.of(self.arrays[1], self.source.whole.cluster)
         planned = list(self._planned(problem))
@@ -126,10 +140,11 @@ class _Planner:
         splits.sort(key=lambda s: (s.is_baseline, -s.samples_per_s, s.devices, s.replicas))
         if splits[0].result is None:
             raise PlacementError(splits[0].why)
+        unplaced = list(self._unplaced(problem)) if with_unplaced else []
         return ReplicaPlan(
             problem=problem,
             requested=self.replication,
-            splits=tuple(splits),
+            splits=(*splits, *unplaced),
             curve=tuple(self._scaling(problem).curve(splits[0])),
             searched=len(self.searched),
             left_out=len(searches) - len(self.searched),
@@ -260,8 +275,46 @@ class _Planner:
             result=plans[best].chosen_of(searched.result),
             alone=plans[best].step,
             step=steps[best],
+            factors=self.factors.of(split.kind, searched.result.problem.graph.hash),
         )
         return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
+
+    def _unplaced(self, problem: Problem) -> Iterator[Split]:
+        """Yield replicas of the unplaced model: as many as wanted, and one on all devices."""
+        count, requested = problem.device_count, self.replication.replicas
+        for replicas in dict.fromkeys([requested or count, 1]):
+            groups = replica_groups(problem, count // replicas)[0][:replicas]
+            parts = self.replication.parts(replicas)
+            if len(groups) < replicas or self.replication.uneven_parts(parts):
+                continue
+            try:
+                graph = self._graph(parts)
+                runtime = self.source.steps[parts].runtime
+                assert runtime is not None, "a step that can run has a runtime"
+                devices = [problem.cluster.part(group) for group in groups]
+                joined = [runtime.unplaced(each) or each for each in devices]
+                if joined[0] is not devices[0]:
+                    graph = costed(runtime, graph, joined[0], fresh=self.source.job.fresh)
+                one = Problem.of(GraphArrays.from_graph(graph), joined[0])
+                config = replace(self.search, budget=Budget(evaluations=1), measure=False)
+                result = optimize_problem(one, config)
+                alone, *_ = variants(one, result, self.source.gradients(one.graph))
+                networks = slot_networks(problem, [group[:1] for group in groups], self.collectives)
+            except (PlacementError, ValueError):
+                continue  # it does not fit, or its batch cannot be divided
+            split = Split(
+                groups=tuple(each.names for each in joined),
+                samples=self.replication.step_samples(replicas),
+                joined=len(groups[0]),
+                is_baseline=requested not in (None, replicas),
+                result=result,
+                alone=alone.step,
+                step=replicated(alone.step, networks, self.replication),
+            )
+            factors = self.factors.of(split.kind, one.graph.hash)
+            one_s = factors.compute * alone.step.step_ns / 1e9
+            samples = self.replication.step_samples(1)
+            yield replace(split, factors=factors, one_samples_per_s=samples / one_s)
 
     def _scaling(self, problem: Problem) -> Scaling:
         return Scaling(

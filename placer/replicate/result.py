@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.collectives import HIERARCHICAL, MeasuredAllReduce
+from envs.measurement import Measurement
 from envs.problem import Problem
 from envs.replicas.reductions import ReplicatedStep
 from envs.replicas.step import ReplicaStep
 from envs.replicas.topology import slot_networks
 from envs.replication import AUTO, Replication
+from placer.replicate.fitting import Factors
 from placer.result import Result, extraction_to_dict
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Replicas on groups of devices of equal size; without a placement ``why`` gives the reason."""
+    """Replicas on groups of devices of equal size; without a placement ``why`` gives the reason.
+
+    Predictions are the simulated step times the ``factors`` that were fitted to earlier trials.
+    """
 
     groups: tuple[tuple[str, ...], ...]
     samples: int  # per parameter update
@@ -34,6 +39,9 @@ class Split:
     one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
     is_baseline: bool = False  # for comparison, not requested
     why: str = ""
+    joined: int = 0  # devices that are one device of an unplaced replica; 0: it is placed
+    factors: Factors = field(default_factory=Factors)
+    measurement: Measurement | None = None  # steps of a trial
 
     @property
     def replicas(self) -> int:
@@ -43,7 +51,7 @@ class Split:
     @property
     def devices_each(self) -> int:
         """Return the number of devices per replica."""
-        return len(self.groups[0])
+        return self.joined or len(self.groups[0])
 
     @property
     def devices(self) -> int:
@@ -52,12 +60,45 @@ class Split:
 
     @property
     def step_s(self) -> float:
-        """Return the step time with reductions; inf without a placement."""
-        return np.inf if self.step is None else self.step.step_s
+        """Return the predicted step time with reductions; inf without a placement."""
+        if self.step is None:
+            return np.inf
+        return self.factors.step_s(self.step.step_s, self.step.alone_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Return the predicted communication that makes the step longer; 0 without a placement."""
+        return 0.0 if self.step is None else self.factors.communication * self.step.exposed_s
+
+    @property
+    def was_run(self) -> bool:
+        """Return whether it was run without failure."""
+        return self.measurement is not None and self.measurement.ok
+
+    @property
+    def measured_s(self) -> float | None:
+        """Return the median of the measured steps, None if it was not run."""
+        runs = self.measurement
+        return runs.median_s if runs is not None and runs.ok else None
+
+    @property
+    def measured_samples_per_s(self) -> float | None:
+        """Return the measured throughput, None if it was not run."""
+        return None if self.measured_s is None else self.samples / self.measured_s
+
+    @property
+    def kind(self) -> str:
+        """Return what plans have in common that share their factors.
+
+        >>> Split(groups=(("core:0-1",),), samples=1, joined=2).kind
+        'unplaced 1 x 2'
+        """
+        how = "unplaced" if self.joined else "placed"
+        return f"{how} {self.replicas} x {self.devices_each}"
 
     @property
     def samples_per_s(self) -> float:
-        """Return the throughput; 0 without a placement."""
+        """Return the predicted throughput; 0 without a placement."""
         return self.samples / self.step_s if self.step_s else np.inf
 
     @property
@@ -72,7 +113,7 @@ class Split:
         >>> Split(groups=(("a", "b"), ("c", "d")), samples=1).name
         '2 x 2'
         """
-        return f"{self.replicas} x {self.devices_each}"
+        return f"{self.replicas} x {self.devices_each}{' unplaced' if self.joined else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +132,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaPlan:
-    """All splits, the best requested one first; at least that one has a placement."""
+    """All splits, the best requested one first; at least that one has a placement.
+
+    The best is the fastest of those that were run, or else the one with the fastest prediction.
+    Unplaced splits are always run, as they have no other purpose.
+    """
 
     problem: Problem  # of the whole cluster and batch
     requested: Replication
@@ -103,6 +148,7 @@ class ReplicaPlan:
     extraction: Extraction | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)
     collectives: MeasuredAllReduce | None = None  # if measured; else those of the links
+    is_busy: bool = False  # whether other processes used the cores when splits were run
 
     @property
     def best(self) -> Split:
@@ -110,9 +156,23 @@ class ReplicaPlan:
         return self.splits[0]
 
     @property
+    def candidates(self) -> tuple[Split, ...]:
+        """Return the splits that were requested, without those for comparison."""
+        return tuple(split for split in self.splits if not split.is_baseline)
+
+    @property
+    def was_run(self) -> bool:
+        """Return whether any split was run."""
+        return any(split.was_run for split in self.splits)
+
+    @property
     def replicas(self) -> Replication:
         """Return the replicas as a placement file records them."""
-        step = self.best.step
+        return self.replication_of(self.best)
+
+    def replication_of(self, split: Split) -> Replication:
+        """Return the replicas of a split as a placement file records them."""
+        step = split.step
         assert step is not None
         sent: Counter[str] = Counter()
         for size, reduction in step.reductions:
@@ -121,16 +181,17 @@ class ReplicaPlan:
         levels: tuple[int, ...] = ()
         if HIERARCHICAL in algorithms:
             index = self.problem.cluster.index
-            groups = [[index(name) for name in group] for group in self.best.groups]
+            groups = [[index(name) for name in group] for group in split.groups]
             slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
             levels = tuple(x.ranks for x in slot_networks(self.problem, groups)[slot].levels)
         return replace(
             self.requested,
             replicas=None,
             samples=None,
-            groups=self.best.groups,
+            groups=split.groups,
             algorithms=algorithms if self.requested.reduction == AUTO else (),
             levels=levels,
+            unplaced=split.joined > 0,
         )
 
     @property
@@ -141,8 +202,8 @@ class ReplicaPlan:
         assert step is not None, "as before"
         predicted = {
             **(one.placement.predicted or {}),
-            "replicated_step_s": step.step_s,
-            "exposed_communication_s": step.exposed_s,
+            "replicated_step_s": self.best.step_s,
+            "exposed_communication_s": self.best.exposed_s,
             "hidden_communication_s": step.hidden_s,
         }
         one = replace(
@@ -158,24 +219,29 @@ class ReplicaPlan:
 
     @property
     def shown(self) -> tuple[Split, ...]:
-        """Return, for each number of devices, the best split and the one with most replicas."""
+        """Return, for each number of devices, the best split and the one with most replicas.
+
+        All that were run are also among them.
+        """
         shown = []
-        for size in sorted({split.devices_each for split in self.splits}):
-            of_size = [split for split in self.splits if split.devices_each == size]
+        placed = [split for split in self.splits if not split.joined]
+        for size in sorted({split.devices_each for split in placed}):
+            of_size = [split for split in placed if split.devices_each == size]
             most = max(of_size, key=lambda split: split.replicas)
-            shown += [of_size[0]] if of_size[0] is most else [of_size[0], most]
-        return tuple(shown)
+            shown += [s for s in of_size if s in (of_size[0], most) or s.measurement is not None]
+        return (*shown, *(split for split in self.splits if split.joined))
 
     def pure(self, *, replicas: bool) -> Split | None:
         """Return the split for pure data parallelism (one device each) or pure placement.
 
         Pure placement is one replica on all devices. None if that split was not planned.
         """
+        placed = [split for split in self.splits if not split.joined]
         if replicas:
-            pure = [split for split in self.splits if split.devices_each == 1]
+            pure = [split for split in placed if split.devices_each == 1]
         else:
             shape = 1, self.problem.device_count
-            pure = [s for s in self.splits if (s.replicas, s.devices_each) == shape]
+            pure = [s for s in placed if (s.replicas, s.devices_each) == shape]
         return max(pure, key=lambda split: split.devices, default=None)
 
 

@@ -29,6 +29,7 @@ class StepSource:
         self.job = job
         self.progress = progress
         self.whole = costed_step(job, progress)
+        self.steps = {1: self.whole}  # by parts of the batch
 
     @property
     def trains(self) -> bool:
@@ -39,6 +40,13 @@ class StepSource:
     def gradient_makers(self) -> Mapping[str, Sequence[str]]:
         """Return {op with parameters: ops that compute their gradients}, as far as known."""
         return {} if self.whole.runtime is None else self.whole.runtime.gradient_makers()
+
+    @property
+    def runs_on_cores(self) -> bool:
+        """Return whether replicas train on several core sets of this machine and may be run."""
+        names = self.whole.cluster.names
+        may_run = self.job.search.measure and self.trains and self.whole.can_run
+        return may_run and len(names) > 1 and all(map(is_core, names))
 
     def gradients(self, graph: GraphArrays) -> Gradients:
         """Return the gradients of the step, none without training."""
@@ -51,9 +59,7 @@ class StepSource:
         started.
         """
         names = self.whole.cluster.names
-        if not (self.whole.can_run and self.trains and self.job.search.measure):
-            return None
-        if len(names) < 2 or not all(map(is_core, names)):
+        if not self.runs_on_cores:
             return None
         from placer.parallel.collectives import core_collectives
         from placer.parallel.local_ranks import RankError
@@ -78,7 +84,8 @@ class StepSource:
                 "equal parts."
             )
         try:
-            return costed_step(replace(self.job, source=smaller), self.progress).graph
+            self.steps[parts] = costed_step(replace(self.job, source=smaller), self.progress)
+            return self.steps[parts].graph
         except ExtractionError as error:
             raise ValueError(
                 f"The step cannot be extracted with one of {parts} parts of its batch: {error}"

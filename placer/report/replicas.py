@@ -32,12 +32,13 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
     )
     if plan.requested.accumulate > 1:
         console.print(f"A step is {plan.requested.accumulate} passes and one reduction.")
-    table = _table("replicas x devices", "step\nms", *COLUMNS)
+    times = ("predicted\nms", "measured\nms") if plan.was_run else ("step\nms",)
+    table = _table("replicas x devices", *times, *COLUMNS)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("reduction", overflow="fold")
     for split in plan.shown:
         is_best = split is plan.best
-        name, *cells = _split_cells(split)
+        name, *cells = _split_cells(split, with_measured=plan.was_run)
         mark = CHOSEN if is_best else " "
         table.add_row(f"{mark} {name}", *cells, style="bold green" if is_best else "")
     console.print(table)
@@ -51,9 +52,11 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
         )
         style = "dim" if point.beyond_cluster else ""
         curve.add_row(str(point.replicas), str(point.devices), *cells, style=style)
-    console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices:")
+    how = ", simulated" if plan.was_run else ""
+    console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices{how}:")
     console.print(curve)
-    console.print(LEGEND, style="dim")
+    legend = LEGEND + "; samples/s: measured where a split was run" * plan.was_run
+    console.print(legend, style="dim")
     for remark in remarks_of(plan):
         console.print(remark)
     console.print(verdict_of(plan))
@@ -85,15 +88,16 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
         "why": split.why,
         "best": split is plan.best,
         "baseline": split.is_baseline,
+        **_measured(split),
     }
     if step is None or result is None:
         return row
     return row | {
         "plan": result.best.name,
-        "step_s": step.step_s,
+        "step_s": split.step_s,
         "alone_s": step.alone_s,
         "samples_per_s": split.samples_per_s,
-        "exposed_s": step.exposed_s,
+        "exposed_s": split.exposed_s,
         "hidden_s": step.hidden_s,
         "no_overlap_s": step.no_overlap_s,
         "full_overlap_s": step.full_overlap_s,
@@ -101,6 +105,21 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
         "buckets": len(step.buckets),
         "reductions": list(dict.fromkeys(_name(reduction) for _, reduction in step.reductions)),
         "peak_memory_bytes": result.best.peak_memory_bytes,
+    }
+
+
+def _measured(split: Split) -> dict[str, Any]:
+    """Return the keys of a split that was run; "unplaced" only of one that always is."""
+    keys: dict[str, Any] = {"unplaced": True} if split.joined else {}
+    runs = split.measurement
+    if runs is None:
+        return keys
+    return keys | {
+        "measured_step_s": split.measured_s,
+        "measured_samples_per_s": split.measured_samples_per_s,
+        "rounds": len(runs.wall_s),
+        "spread": runs.spread if runs.ok else None,
+        "failure": runs.failure,
     }
 
 
@@ -117,15 +136,18 @@ def _table(first: str, *columns: str) -> Table:
     return table
 
 
-def _split_cells(split: Split) -> list[str]:
+def _split_cells(split: Split, *, with_measured: bool) -> list[str]:
     step, result = split.step, split.result
     if step is None or result is None:
-        return [split.name, *["-"] * 5, "no room", ""]
+        return [split.name, *["-"] * (5 + with_measured), "no room", ""]
     _, reduction = max(step.reductions, key=lambda bucket: bucket[0], default=(0, None))
+    measured = [] if split.measured_s is None else [milliseconds(split.measured_s)]
+    samples_per_s = split.measured_samples_per_s or split.samples_per_s
     return [
         split.name,
-        milliseconds(step.step_s),
-        *_scaling_cells(split.samples_per_s, step.exposed_s, step.hidden_s, split.efficiency),
+        milliseconds(split.step_s),
+        *(measured or ["-"] * with_measured),
+        *_scaling_cells(samples_per_s, split.exposed_s, step.hidden_s, split.efficiency),
         human_bytes(max(result.best.peak_memory_bytes.values())),
         _name(reduction) if reduction is not None else "",
     ]

@@ -159,6 +159,28 @@ def test_a_plan_for_more_replicas_or_devices_that_are_not_here_is_refused(
     assert message in alone(words, capsys)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_unplaced_replicas_train_the_model_as_it_is(tmp_path: Path) -> None:
+    cores = [f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2]]
+    words = prepared(tmp_path, cores[0])(4, data="batch")
+    path = tmp_path / "placement.json"
+    content = json.loads(path.read_text())
+    content["replicas"] = {"groups": [[core] for core in cores], "unplaced": True}
+    path.write_text(json.dumps(content))
+    (code, out, err), _ = on_ranks(2, rank, words, joined=False)
+    assert code == 0, err
+    expected = losses_in_one_process(f"{tmp_path}/target.py", 4)
+    np.testing.assert_allclose(printed_losses(out), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [["core:0", "core:1"], []])
+def test_an_unplaced_replica_has_one_device(group: list[str]) -> None:
+    with pytest.raises(ValueError, match="replicas"):
+        Replication.from_dict({"groups": [group] if group else [], "unplaced": True}, "replicas")
+    with pytest.raises(ValueError, match="neither true nor false"):
+        Replication.from_dict({"groups": [["core:0"]], "unplaced": 1}, "replicas")
+
+
 def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,153 @@
+"""Trials of replicas on pinned cores: ranks of several plans train in turns, in the same rounds.
+
+A rank does what a rank of ``placer.run`` does in a step: it zeroes gradients, computes them,
+reduces them and updates the parameters, on the example batch and with a learning rate of 0. The
+ranks of all plans are started first; in each round every plan trains for a moment, while the ranks
+of the others sleep.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from envs.executors.cores.pool import spread_seed
+from envs.hardware.discover import cores_of
+from envs.placement import Placement
+from graphs.extract import Extraction
+from graphs.workload import step_copy
+from placer.applying import apply_extracted
+from placer.parallel.data import Batch
+from placer.parallel.local_ranks import Handler, LocalRanks, RankError
+from placer.parallel.plan import run_plan
+from placer.parallel.processes import on_own_group
+from placer.parallel.run import occupy, synced
+from placer.parallel.training import Replica
+
+TURN_S: Final = 0.15
+SETTLE_S: Final = 0.02
+"""OpenMP threads spin for milliseconds after their work, on cores that the next turn needs."""
+TRIALS_S: Final = 20.0
+FEWEST_ROUNDS: Final = 3
+MOST_ROUNDS: Final = 9
+MOST_STEPS: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Replicas to run: a placement with their groups, and the step of one of them."""
+
+    extraction: Extraction
+    placement: Placement
+
+
+@dataclass(slots=True, kw_only=True)
+class Runs:
+    """Steps of one trial, the median of each turn; or why it could not be run.
+
+    ``pass_s`` is the part of a step until the gradients of rank 0 are computed.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    pass_s: list[float] = field(default_factory=list)
+    failure: str = ""
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    rounds: int | None = None,
+    turn_s: float = TURN_S,
+) -> list[Runs]:
+    """Run all trials in turn, so often that they take about ``TRIALS_S`` if ``rounds`` is None.
+
+    A trial that cannot be run is recorded as a failure, and the others continue. Ctrl-C ends the
+    trials early: incomplete rounds do not count.
+    """
+    runs = [Runs() for _ in trials]
+    try:
+        with ExitStack() as started:
+            takers = [_Taker(trial, own, started) for trial, own in zip(trials, runs, strict=True)]
+            steps = [max(min(round(turn_s / taker.step_s), MOST_STEPS), 1) for taker in takers]
+            turns_s = [taker.step_s * (n + 1) for taker, n in zip(takers, steps, strict=True)]
+            if rounds is None:
+                fitting = round(TRIALS_S / max(sum(turns_s), 1e-3))
+                rounds = min(max(fitting, FEWEST_ROUNDS), MOST_ROUNDS)
+            for done in range(rounds * len(takers)):
+                number = (done % len(takers) + done // len(takers)) % len(takers)
+                takers[number].take_turn(steps[number])
+                progress(done + 1, rounds * len(takers))
+    except KeyboardInterrupt:
+        pass
+    complete = min((len(each.step_s) for each in runs if not each.failure), default=0)
+    for each in runs:
+        del each.step_s[complete:], each.pass_s[complete:]
+    return runs
+
+
+class _Taker:
+    """The ranks of one trial, which take turns."""
+
+    def __init__(self, trial: Trial, runs: Runs, started: ExitStack) -> None:
+        self.runs = runs
+        self.step_s = TURN_S
+        replicas = trial.placement.replicas
+        assert replicas is not None, "trials are of replicas"
+        groups = replicas.groups
+        try:
+            cores = [[core for name in group for core in cores_of(name)] for group in groups]
+            self._ranks = started.enter_context(LocalRanks(cores, lambda: _trainer(trial)))
+            [(self.step_s, _), *_] = self._ranks.ask(1)
+        except (RankError, OSError, ValueError) as error:
+            runs.failure = str(error)
+
+    def take_turn(self, steps: int) -> None:
+        if self.runs.failure:
+            return
+        try:
+            [(step_s, pass_s), *_] = self._ranks.ask(steps)
+        except RankError as error:
+            self.runs.failure = str(error)
+            return
+        self.runs.step_s.append(step_s)
+        self.runs.pass_s.append(pass_s)
+        time.sleep(SETTLE_S)
+
+
+def _trainer(trial: Trial) -> Handler:
+    """Return what trains for some steps on this rank, and returns median seconds."""
+    rank = dist.get_rank()
+    step = step_copy(trial.extraction.step)
+    plan = run_plan(trial.placement, ranks=dist.get_world_size())
+    local = on_own_group(trial.placement, rank, 0, dist.get_world_size())
+    torch.manual_seed(spread_seed(0, rank))
+    occupy(local)
+    replica = Replica(apply_extracted(replace(trial.extraction, step=step), local))
+    sync = synced(replica, local, lambda own: torch.optim.SGD(own, lr=0.0), plan.sync)
+    example: Batch = step.step_inputs, dict(step.keywords)
+
+    def train(steps: int) -> tuple[float, float]:
+        whole_s, pass_s = [], []
+        for _ in range(1 + steps):
+            # copied, since a model may modify the containers that it gets
+            passes = [tree_map(lambda leaf: leaf, example) for _ in range(plan.sync.accumulate)]
+            began = time.perf_counter()
+            sync.zero_grad()
+            replica.backward(passes)
+            computed = time.perf_counter()
+            sync.step()
+            whole_s.append(time.perf_counter() - began)
+            pass_s.append(computed - began)
+        return statistics.median(whole_s[1:]), statistics.median(pass_s[1:])
+
+    train(1)
+    return train

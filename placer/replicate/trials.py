@@ -1,0 +1,139 @@
+"""Splits that are run by ranks: which ones, what is learned from them, and which one wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from envs.hardware.discover import available_memory_bytes, cores_in_use
+from envs.measurement import Measurement, tied
+from envs.replication import Replication
+from placer.interrupt import Interrupt
+from placer.parallel.methods.registry import method_named
+from placer.parallel.plan import planned_method
+from placer.progress import Progress, counter
+from placer.replicate.fitting import Factors, FittedFactors
+from placer.replicate.result import ReplicaPlan, Split
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
+    from placer.parallel.trials import Runs
+
+MOST_PLACED: Final = 3
+"""Number of placed splits to run, besides the unplaced ones."""
+MEMORY_SHARE: Final = 0.8
+"""Share of the free memory that all ranks may take together, since all are started at once."""
+
+
+def can_be_tried(extraction: Extraction | None, replication: Replication) -> bool:
+    """Return whether ``placer.run`` trains so, with steps that are all alike."""
+    if extraction is None or extraction.step.optimizer is not None:
+        return False
+    method = method_named(planned_method(replication)[0])
+    return method.family == "reduction" and not method.warmup_steps
+
+
+def with_trials(
+    plan: ReplicaPlan,
+    extractions: Mapping[int, Extraction | None],
+    path: Path,
+    progress: Progress,
+) -> ReplicaPlan:
+    """Run the best splits of a plan, and return it with the fastest as its best.
+
+    What is learned about the predictions is added to the factors in the file ``path``, unless other
+    processes used the cores. ``extractions`` are those of a replica, by parts of the batch.
+    """
+    from placer.parallel.collectives import contended
+    from placer.parallel.trials import Trial, run_trials
+
+    chosen = worth_trying(plan, available_memory_bytes() * MEMORY_SHARE)
+    trials = []
+    for split in chosen:
+        extraction = extractions[plan.requested.parts(split.replicas)]
+        assert extraction is not None, "what is tried has a model"
+        assert split.result is not None, "what is tried has a placement"
+        placement = replace(split.result.placement, replicas=plan.replication_of(split))
+        trials.append(Trial(extraction=extraction, placement=placement))
+    progress.stage("Running the best for real")
+    cores = cores_in_use(plan.problem.cluster.names)
+    with Interrupt():
+        is_busy = contended(cores)
+        runs = run_trials(trials, counter(progress))
+        is_busy |= contended(cores)
+    if not is_busy:
+        factors = FittedFactors.load(path)
+        for split, own in zip(chosen, runs, strict=True):
+            factors = with_factors(factors, split, own)
+        factors.save(path)
+    measured = {id(split): _measured(own) for split, own in zip(chosen, runs, strict=True)}
+    splits = [replace(each, measurement=measured.get(id(each))) for each in plan.splits]
+    return replace(plan, splits=ranked(splits), is_busy=is_busy)
+
+
+def worth_trying(plan: ReplicaPlan, memory_bytes: float) -> list[Split]:
+    """Return the splits to run: the fastest placed ones by prediction, and the unplaced ones.
+
+    Those that do not fit into the memory together are left out, the slowest placed ones first.
+    """
+    feasible = [split for split in plan.splits if split.step is not None]
+    placed = sorted((s for s in feasible if not s.joined), key=lambda s: -s.samples_per_s)
+    best = [split for split in placed if split is plan.best]
+    others = [split for split in placed if split is not plan.best][: MOST_PLACED - 1]
+    chosen, left_bytes = [], memory_bytes
+    for split in [*best, *(s for s in feasible if s.joined), *others]:
+        assert split.result is not None, "it is feasible"
+        held_bytes = split.replicas * sum(split.result.best.peak_memory_bytes.values())
+        if held_bytes <= left_bytes:
+            chosen.append(split)
+            left_bytes -= held_bytes
+    return chosen
+
+
+def with_factors(factors: FittedFactors, split: Split, runs: Runs) -> FittedFactors:
+    """Return the factors, and those with which the prediction of a split is what was measured."""
+    if runs.failure or not runs.step_s or split.step is None or split.result is None:
+        return factors
+    fitted = Factors.fitted(
+        float(np.median(runs.step_s)),
+        float(np.median(runs.pass_s)),
+        split.step.step_s,
+        split.step.alone_s,
+    )
+    return factors.with_trial(split.kind, split.result.problem.graph.hash, fitted)
+
+
+def ranked(splits: Sequence[Split]) -> tuple[Split, ...]:
+    """Return the splits, the best first: the simplest of the fastest that were requested and run.
+
+    Where none was run these are the placed ones in their order, and unplaced ones that were not
+    run are left out.
+    """
+    kept = [split for split in splits if not split.joined or split.measurement is not None]
+    ran = [split for split in kept if split.was_run and not split.is_baseline]
+    if not ran:
+        return tuple(sorted(kept, key=lambda split: split.joined > 0))
+    fastest = min(ran, key=lambda split: _per_sample(split).median_s)
+    level = [split for split in ran if tied(_per_sample(split), _per_sample(fastest))]
+    best = min(
+        [fastest, *level],
+        key=lambda split: (not split.joined, split.replicas, split.devices_each),
+    )
+    return best, *(split for split in kept if split is not best)
+
+
+def _per_sample(split: Split) -> Measurement:
+    """Return the measured seconds per sample."""
+    assert split.measurement is not None, "it was run"
+    seconds = split.measurement.wall_s / split.samples
+    return replace(split.measurement, wall_s=seconds, cpu_clock_s=seconds)
+
+
+def _measured(runs: Runs) -> Measurement | None:
+    step_s = np.array(runs.step_s)
+    measurement = Measurement(wall_s=step_s, cpu_clock_s=step_s, failure=runs.failure)
+    return measurement if measurement.counts else None

@@ -1,0 +1,104 @@
+"""Trials of replicas: real ranks of small models that take turns."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from envs.hardware.discover import physical_cores, present
+from envs.placement import Placement
+from envs.replication import Replication
+from graphs.extract import Workload, extract
+from graphs.graph import GraphArrays
+from placer.parallel.trials import Trial, run_trials
+from tests.helpers.processes import all_end, descendants
+from tests.helpers.ranks import on_ranks
+
+CORE = f"core:{physical_cores()[0]}"
+
+
+def trial(*, unplaced: bool = False, accumulate: int = 1, model: nn.Module | None = None) -> Trial:
+    """Return one replica on one core."""
+    model = model or nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    extraction = extract(Workload.of(model, (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss))
+    graph = GraphArrays.from_graph(extraction.graph)
+    devices = np.zeros(len(graph), np.int32)
+    placement = Placement.of(graph, present([CORE]), devices, -np.arange(float(len(graph))))
+    replicas = Replication(groups=((CORE,),), accumulate=accumulate, unplaced=unplaced)
+    return Trial(extraction=extraction, placement=replace(placement, replicas=replicas))
+
+
+def taken_turns() -> list[tuple[int, bool, str]]:
+    trials = [trial(), trial(unplaced=True), trial(accumulate=2)]
+    model = trials[0].extraction.step.model
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    runs = run_trials(trials, rounds=3, turn_s=0.01)
+    for tensor, was in zip(model.state_dict().values(), before, strict=True):
+        torch.testing.assert_close(tensor, was, rtol=0, atol=0)  # buffers included
+    return [
+        (
+            len(each.step_s),
+            all(0 < a <= b for a, b in zip(each.pass_s, each.step_s, strict=True)),
+            each.failure,
+        )
+        for each in runs
+    ]
+
+
+def test_placed_and_unplaced_replicas_take_turns_and_leave_the_model_alone() -> None:
+    [found] = on_ranks(1, taken_turns, joined=False, timeout_s=600.0)
+    assert found == [(3, True, "")] * 3
+
+
+class Deadly(nn.Linear):
+    """A layer that can be extracted, and kills its process where it runs unplaced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ.get("DEADLY"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def with_one_that_dies() -> list[tuple[int, str]]:
+    deadly = trial(unplaced=True, model=Deadly(6, 4))
+    os.environ["DEADLY"] = "1"
+    runs = run_trials([deadly, trial()], rounds=2, turn_s=0.01)
+    return [(len(each.step_s), each.failure) for each in runs]
+
+
+def test_a_trial_whose_rank_dies_fails_and_the_others_continue() -> None:
+    [[dead, alive]] = on_ranks(1, with_one_that_dies, joined=False, timeout_s=600.0)
+    assert dead == (0, "a rank died")
+    assert alive == (2, "")
+
+
+def interrupted() -> tuple[list[int], bool]:
+    before = descendants()
+
+    def progress(done: int, total: int) -> None:
+        if done == 3:  # in the second round
+            raise KeyboardInterrupt
+
+    runs = run_trials([trial(), trial()], progress, rounds=5, turn_s=0.01)
+    return [len(each.step_s) for each in runs], all_end(descendants() - before)
+
+
+def test_ctrl_c_keeps_complete_rounds_and_ends_the_ranks() -> None:
+    [(rounds, ended)] = on_ranks(1, interrupted, joined=False, timeout_s=600.0)
+    assert rounds == [1, 1]
+    assert ended
+
+
+def test_a_model_that_cannot_be_trained_so_is_a_failure() -> None:
+    one = trial()
+    name = f"core:{max(os.sched_getaffinity(0)) + 1}"
+    missing = Replication(groups=((name,),))
+    placement = replace(one.placement, replicas=missing)
+    [runs] = run_trials([replace(one, placement=placement)], rounds=1)
+    assert name in runs.failure
