@@ -20,7 +20,7 @@ from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.executors.cores.instruction_lists import priority_order
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.unplaced import UnplacedModel
-from envs.hardware.cluster import Cluster
+from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import cores_of, is_local_core_set, present
 from envs.measured import LONG_STEP_S, TURN_S, Measured
 from envs.placement import Placement
@@ -58,7 +58,8 @@ class CoreRuntime:
         here = first_of_kinds([one for one in cluster.devices if is_local_core_set(one.name)])
         described = [device for device in cluster.devices if device.kind not in here]
         unplaced = runs_unplaced(cluster.names)
-        known = core_costs(self.extraction, progress, unplaced=unplaced)
+        beside = single_cores(cluster)
+        known = core_costs(self.extraction, progress, beside=beside, unplaced=unplaced)
         costs = known.costs(here, fresh=fresh) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():
             costs[kind] = OpCosts.of_one_source(cost_s, SOURCE)
@@ -66,7 +67,8 @@ class CoreRuntime:
 
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
         """Return the cached costs on cores of this machine, None unless all ops are cached."""
-        costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
+        beside, unplaced = single_cores(cluster), runs_unplaced(cluster.names)
+        costs = core_costs(self.extraction, beside=beside, unplaced=unplaced)
         return costs.known(first_of_kinds(cluster.devices))
 
     def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
@@ -120,6 +122,12 @@ class CoreRuntime:
             return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
+
+
+def single_cores(cluster: Cluster) -> list[Device]:
+    """Return the devices of a cluster that are one core of this machine."""
+    here = [device for device in cluster.devices if is_local_core_set(device.name)]
+    return [device for device in here if len(cores_of(device.name)) == 1]
 
 
 def rounds_for(step_s: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 import numpy as np
@@ -23,10 +23,14 @@ from graphs.costs import with_costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCosts:
-    """Seconds of every op on one kind of device, (N,), and the source of each."""
+    """Seconds of every op on one kind of device, (N,), and the source of each.
+
+    ``loaded_s`` are those while the other devices of the machine compute, none below ``cost_s``.
+    """
 
     cost_s: NDArray[np.float64]
     sources: Sequence[str]
+    loaded_s: NDArray[np.float64] | None = None
 
     @classmethod
     def of_one_source(cls, cost_s: NDArray[np.float64], source: str) -> OpCosts:
@@ -44,7 +48,8 @@ class MeasuredCosts:
     are measured and ends the source of each cost. With ``launched`` a cached time includes the
     launch overhead of its device, which the costs themselves exclude. Cached costs are multiplied
     by the factors of the ops' ``classes`` (N,) that were fitted to measured steps; those of the
-    ``unplaced`` model are its own.
+    ``unplaced`` model are its own. Of the kinds in ``at_once``, {kind: number of devices},
+    ``profile`` also returns the seconds while so many devices compute, see :func:`loaded_kind`.
     """
 
     profile: Callable[[Sequence[Device]], Mapping[str, NDArray[np.float64]]]
@@ -53,6 +58,7 @@ class MeasuredCosts:
     launched: bool = False
     classes: Sequence[str] = ()
     unplaced: bool = False
+    at_once: Mapping[str, int] = field(default_factory=dict)
 
     def known(self, devices: Mapping[str, Device]) -> dict[str, OpCosts] | None:
         """Return {device kind: costs}, or None unless all are in the cache."""
@@ -70,37 +76,57 @@ class MeasuredCosts:
         if not missing:
             return costs
         today = datetime.date.today().isoformat()
-        for kind, times_s in self.profile(missing).items():
-            runs_s = np.atleast_2d(times_s)
-            if self.signatures is not None:
-                with_launch_s = runs_s + self._overhead_s(devices[kind])
-                session = session_of(with_launch_s, self.signatures, today)
-                conditions = conditions_of(devices[kind])
-                CostCache().store(conditions, session)
-                FactorCache().forget_factors(conditions, self._step)
-            cost_s = np.median(runs_s, axis=0)
-            costs[kind] = OpCosts.of_one_source(cost_s, f"measured {today}{self.method}")
+        profiled = self.profile(missing)
+        for kind in [kind for kind in profiled if kind in devices]:
+            device, count = devices[kind], self.at_once.get(kind, 1)
+            cost_s = self._stored(device, 1, profiled[kind], today)
+            source = f"measured {today}{self.method}"
+            costs[kind] = OpCosts.of_one_source(cost_s, source)
+            if count > 1:
+                loaded_s = self._stored(device, count, profiled[loaded_kind(kind, count)], today)
+                costs[kind] = replace(costs[kind], loaded_s=np.maximum(loaded_s, cost_s))
         return costs
+
+    def _stored(
+        self, device: Device, count: int, times_s: NDArray[np.float64], today: str
+    ) -> NDArray[np.float64]:
+        """Return the medians of a profile, whose session is stored in the cache."""
+        runs_s = np.atleast_2d(times_s)
+        if self.signatures is not None:
+            session = session_of(runs_s + self._overhead_s(device), self.signatures, today)
+            conditions = conditions_of(device, count)
+            CostCache().store(conditions, session)
+            FactorCache().forget_factors(conditions, self._step)
+        return np.asarray(np.median(runs_s, axis=0), np.float64)
 
     def _cached(self, devices: Mapping[str, Device]) -> dict[str, OpCosts]:
         """Return the costs of those kinds of devices that have all of them in the cache."""
         cached: dict[str, OpCosts] = {}
-        signatures = self.signatures
-        if signatures is None:
-            return cached
         for kind, device in devices.items():
-            conditions = conditions_of(device)
-            known = CostCache().known(conditions, signatures)
-            if all(signature in known for signature in signatures):
-                ops = [known[signature] for signature in signatures]
-                times_s = np.array([op.cost_s for op in ops])
-                costs = OpCosts(
-                    cost_s=np.maximum(times_s - self._overhead_s(device), 0.0),
-                    sources=[f"cached, measured {op.measured}{self.method}" for op in ops],
-                )
-                factors = FactorCache().factors(conditions, self._step)
-                cached[kind] = self._fitted(costs, factors) if factors else costs
+            count = self.at_once.get(kind, 1)
+            costs = self._known(device, 1)
+            loaded = self._known(device, count) if count > 1 else costs
+            if costs is None or loaded is None:
+                continue
+            if count > 1:
+                costs = replace(costs, loaded_s=np.maximum(loaded.cost_s, costs.cost_s))
+            factors = FactorCache().factors(conditions_of(device), self._step)
+            cached[kind] = self._fitted(costs, factors) if factors else costs
         return cached
+
+    def _known(self, device: Device, count: int) -> OpCosts | None:
+        """Return the cached costs on a device while ``count`` devices compute, None unless all."""
+        if self.signatures is None:
+            return None
+        known = CostCache().known(conditions_of(device, count), self.signatures)
+        if any(signature not in known for signature in self.signatures):
+            return None
+        ops = [known[signature] for signature in self.signatures]
+        times_s = np.array([op.cost_s for op in ops])
+        return OpCosts(
+            cost_s=np.maximum(times_s - self._overhead_s(device), 0.0),
+            sources=[f"cached, measured {op.measured}{self.method}" for op in ops],
+        )
 
     def keep_factors(
         self, devices: Mapping[str, Device], factors: Mapping[str, Mapping[str, float]]
@@ -114,9 +140,11 @@ class MeasuredCosts:
             FactorCache().scale_factors(conditions, self._step, factors[kind], largest)
 
     def _fitted(self, costs: OpCosts, factors: Mapping[str, float]) -> OpCosts:
+        of_ops = factors_of_ops(self.classes, factors)
         return OpCosts(
-            cost_s=costs.cost_s * factors_of_ops(self.classes, factors),
+            cost_s=costs.cost_s * of_ops,
             sources=[fitted_source(source) for source in costs.sources],
+            loaded_s=None if costs.loaded_s is None else costs.loaded_s * of_ops,
         )
 
     @property
@@ -138,16 +166,22 @@ def with_op_costs(graph: nx.DiGraph[str], costs: Mapping[str, OpCosts]) -> nx.Di
         graph,
         {kind: known.cost_s for kind, known in costs.items()},
         {kind: known.sources for kind, known in costs.items()},
+        {kind: known.loaded_s for kind, known in costs.items() if known.loaded_s is not None},
     )
 
 
-def conditions_of(device: Device) -> Conditions:
-    """Return the conditions under which times on a device of this machine are valid.
+def loaded_kind(kind: str, count: int) -> str:
+    """Return the name in profiles and in the cache for a kind while ``count`` devices compute."""
+    return kind if count == 1 else f"{kind}, {count} at once"
+
+
+def conditions_of(device: Device, count: int = 1) -> Conditions:
+    """Return the conditions of times on a device of this machine while ``count`` devices compute.
 
     The device kind is that of the hardware, whatever the cluster calls it.
     """
     return Conditions(
-        kind=device_kind(device.name),
+        kind=loaded_kind(device_kind(device.name), count),
         hardware=f"{host()}, {processor()}",
         torch=torch.__version__,
     )

@@ -9,15 +9,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
+from envs.costs.cached_costs import MeasuredCosts, first_of_kinds, loaded_kind
 from envs.costs.factors import classes_of
 from envs.costs.modules import MODULE_BY_MODULE, profile_modules
 from envs.executors.cores.arena import load_example
@@ -31,6 +35,8 @@ from graphs.extract.program import Call, Ref, StepProgram, Value
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
+RUNS_AT_ONCE: Final = 2
+"""On each device in a row; the first does not count."""
 PROFILE_TIMEOUT_S: Final = 600.0
 
 
@@ -38,10 +44,12 @@ def core_costs(
     extraction: Extraction,
     progress: Callable[[int, int], None] | None = None,
     *,
+    beside: Sequence[Device] = (),
     unplaced: bool = False,
 ) -> MeasuredCosts:
     """Return the costs of the ops of a step on core sets of this machine, one of each kind.
 
+    Costs on single cores are also measured while all cores of ``beside``, at least two, compute.
     Those of the ``unplaced`` model are the same until they are fitted to its measured step.
     Ops of a graph of modules have no signature to cache them by. Measuring raises WorkerError where
     an op cannot run on a device, ExtractionError where modules cannot be timed.
@@ -51,12 +59,15 @@ def core_costs(
             profile=functools.partial(profile_modules, extraction, progress=progress),
             method=MODULE_BY_MODULE,
         )
+    kinds = {device.kind for device in beside} if len(beside) > 1 else set()
+    cores = beside if kinds else ()
     return MeasuredCosts(
-        profile=functools.partial(profile_runs, extraction, progress=progress),
+        profile=functools.partial(profile_runs, extraction, beside=cores, progress=progress),
         method=" in runs of the whole step",
         signatures=op_signatures(extraction.program),
         classes=classes_of(extraction.graph),
         unplaced=unplaced,
+        at_once=dict.fromkeys(kinds, len(beside)),
     )
 
 
@@ -64,6 +75,7 @@ def profile_runs(
     extraction: Extraction,
     devices: Sequence[Device],
     *,
+    beside: Sequence[Device] = (),
     repeats: int = REPEATS,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
@@ -72,41 +84,135 @@ def profile_runs(
     The whole step runs on the first device of each kind; the time of an op is that of its call, of
     the views made for it, and of handing over the results of the step that it makes. On one core
     this is thread CPU time, which excludes time when other processes use the core; on several cores
-    it is wall time, since that clock does not include other threads. A worker that dies is replaced
-    once.
+    it is wall time, since that clock does not include other threads. Runs are scaled so that the
+    medians of the ops add up to the median run, which is 1 to 1.5 % longer than they are. A worker
+    that dies is replaced once.
+
+    For kinds of devices in ``beside`` there are also runs while all of these compute, {loaded kind:
+    (R, N)}: each repeats the step on memory of its own, out of phase with the others. They
+    alternate with the runs on one device, so that both see the same drift of the machine.
     """
-    program = extraction.program
-    instructions = single_list(program)
-    makers = program.makers()
-    op_of = {k: program.calls[i.call].op for k, i in enumerate(instructions) if isinstance(i, Run)}
-    for k, instruction in enumerate(instructions):
-        if isinstance(instruction, Give):
-            root = program.values[program.results[instruction.result].value].root
-            if root in makers:
-                op_of[k] = makers[root]
-    timed, ops = list(op_of), list(op_of.values())
     first_of = first_of_kinds(devices)
+    kinds = {device.kind for device in beside}
     total = len(first_of) * (WARM_UP + repeats)
     done = itertools.count(1)
 
-    def runs_on(device: Device) -> NDArray[np.float64]:
-        runs_s = np.zeros((WARM_UP + repeats, program.op_count))
-        names = tuple(extraction.graph)
-        with WorkerPool(
-            program, [device], op_names=names, step_timeout_s=PROFILE_TIMEOUT_S
-        ) as pool:
-            load_example(pool.arena, extraction.step)
-            number = pool.load([instructions])
-            for run_s in runs_s:
-                np.add.at(run_s, ops, pool.run(number).cpu_s[0][timed])
-                if progress is not None:
-                    progress(min(next(done), total), total)
-        return runs_s[WARM_UP:]
+    def run_s(step: _WholeStep) -> NDArray[np.float64]:
+        times_s = step.run_s()
+        if progress is not None:
+            progress(min(next(done), total), total)
+        return times_s
 
-    return {
-        kind: once_more(functools.partial(runs_on, device))
-        for kind, device in sorted(first_of.items())
-    }
+    def runs_on(device: Device) -> list[list[NDArray[np.float64]]]:
+        alone: list[NDArray[np.float64]] = []
+        loaded: list[NDArray[np.float64]] = []
+        others = [one for one in beside if one.name != device.name and device.kind in kinds]
+        with ExitStack() as stack:
+            steps = [stack.enter_context(_WholeStep(extraction, one)) for one in (device, *others)]
+            if others:
+                _at_once(steps)  # warms them all up
+            for _ in range(WARM_UP):
+                run_s(steps[0])
+            for repeat in range(repeats):
+                alone.append(run_s(steps[0]))
+                if others and repeat % 2 == 0:
+                    loaded += _at_once(steps)
+        return [alone, loaded]
+
+    profiled = {}
+    for kind, device in sorted(first_of.items()):
+        alone, loaded = once_more(functools.partial(runs_on, device))
+        profiled[kind] = _to_median_run(alone)
+        if loaded:
+            profiled[loaded_kind(kind, len(beside))] = _to_median_run(loaded)
+    return profiled
+
+
+class _WholeStep:
+    """The step on one device, run by a worker of its own on memory of its own."""
+
+    def __init__(self, extraction: Extraction, device: Device) -> None:
+        program = extraction.program
+        instructions = single_list(program)
+        makers = program.makers()
+        op_of = {
+            k: program.calls[i.call].op for k, i in enumerate(instructions) if isinstance(i, Run)
+        }
+        for k, instruction in enumerate(instructions):
+            if isinstance(instruction, Give):
+                root = program.values[program.results[instruction.result].value].root
+                if root in makers:
+                    op_of[k] = makers[root]
+        self._timed, self._ops = list(op_of), list(op_of.values())
+        self._op_count = program.op_count
+        self.device = device
+        self.wall_s = 0.0  # of the last run
+        self._pool = WorkerPool(
+            program, [device], op_names=tuple(extraction.graph), step_timeout_s=PROFILE_TIMEOUT_S
+        )
+        try:
+            load_example(self._pool.arena, extraction.step)
+            self._number = self._pool.load([instructions])
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def __enter__(self) -> _WholeStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def run_s(self) -> NDArray[np.float64]:
+        """Run the step; return the seconds of every op, (N,)."""
+        run = self._pool.run(self._number)
+        self.wall_s = run.wall_s
+        times_s = np.zeros(self._op_count)
+        np.add.at(times_s, self._ops, run.cpu_s[0][self._timed])
+        return times_s
+
+
+def _at_once(steps: Sequence[_WholeStep]) -> list[NDArray[np.float64]]:
+    """Repeat the step on several devices at once, out of phase.
+
+    Return the runs, on devices of the kind of the first one, that began and ended while all others
+    ran.
+    """
+    behind = set(range(len(steps)))
+    stop = threading.Event()
+
+    def repeated(k: int) -> list[NDArray[np.float64]]:
+        runs: list[NDArray[np.float64]] = []
+        try:
+            time.sleep(steps[k].wall_s * k / len(steps))
+            while not stop.is_set():
+                run_s = steps[k].run_s()
+                if not stop.is_set():  # else others may have ended before it
+                    runs.append(run_s)
+                if len(runs) == RUNS_AT_ONCE:
+                    behind.discard(k)
+                    if not behind:
+                        stop.set()
+        except BaseException:
+            stop.set()
+            raise
+        return runs[1:]  # the first began before others
+
+    with ThreadPoolExecutor(len(steps)) as threads:
+        try:
+            runs = list(threads.map(repeated, range(len(steps))))
+        finally:
+            stop.set()
+    kind = steps[0].device.kind
+    same = (own for step, own in zip(steps, runs, strict=True) if step.device.kind == kind)
+    return [run for own in same for run in own]
+
+
+def _to_median_run(runs: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return runs (R, N), scaled so that the medians of the ops add up to the median run."""
+    runs_s = np.array(runs)
+    of_ops_s = np.median(runs_s, axis=0).sum()
+    return np.asarray(runs_s * (np.median(runs_s.sum(axis=1)) / of_ops_s), np.float64)
 
 
 def op_signatures(program: StepProgram, *, results: bool = True) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -14,18 +16,26 @@ from torch import nn
 from envs.core_runtime import CoreRuntime
 from envs.costs import ops as module
 from envs.costs.cache import CostCache, Session
-from envs.costs.cached_costs import MeasuredCosts, OpCosts, conditions_of, session_of
+from envs.costs.cached_costs import (
+    MeasuredCosts,
+    OpCosts,
+    conditions_of,
+    session_of,
+    with_op_costs,
+)
 from envs.costs.ops import op_signatures, profile_runs
 from envs.costs.roofline import check_cluster
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, Workload, extract
-from graphs.graph import attributes_of
+from graphs.graph import add_op, attributes_of, new_graph
 from tests.helpers import tiny_models
 
 torch.set_num_threads(1)
 
-CORE = f"core:{min(os.sched_getaffinity(0))}"
+CORES = sorted(os.sched_getaffinity(0))
+CORE = f"core:{CORES[0]}"
+Profile: TypeAlias = Callable[[Sequence[Device]], dict[str, np.ndarray]]
 GPU = Device(
     name="gpu:0", kind="gpu", memory_bytes=0, peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e11
 )
@@ -212,3 +222,114 @@ def test_a_model_without_memory_for_its_parameters_is_modelled_on_described_devi
     (cost_s,) = op_costs(extraction, Cluster(name="gpu", devices=(GPU,)))["gpu"].cost_s
     moved_bytes = 4 * (50_000 * 50_000 + 50_000 + 2 * 4 * 50_000)
     assert cost_s == pytest.approx(moved_bytes / 1e11)
+
+
+# --- under load
+
+
+def profile_of(times_s: dict[str, list[float]], seen: list[list[str]]) -> Profile:
+    def profile(devices: Sequence[Device]) -> dict[str, np.ndarray]:
+        seen.append([device.name for device in devices])
+        return {kind: np.tile(row, (3, 1)) for kind, row in times_s.items()}
+
+    return profile
+
+
+@pytest.mark.usefixtures("cache")
+def test_loaded_costs_are_cached_next_to_those_alone() -> None:
+    (device,) = discover(CORE).devices
+    seen: list[list[str]] = []
+    times_s = {"core": [5.0, 2.0], "core, 2 at once": [7.0, 1.0]}
+    costs = MeasuredCosts(
+        profile=profile_of(times_s, seen), method="", signatures=["a", "b"], at_once={"core": 2}
+    )
+    devices = {"core": device}
+    measured = costs.costs(devices)["core"]
+    cached = costs.costs(devices)["core"]
+    known = costs.known(devices)
+    assert known is not None
+    for found in (measured, cached, known["core"]):
+        assert found.cost_s.tolist() == [5.0, 2.0]
+        assert found.loaded_s is not None
+        assert found.loaded_s.tolist() == [7.0, 2.0]  # none below the cost
+    assert len(seen) == 1
+    graph = new_graph("two")
+    for name in "ab":
+        add_op(graph, name, cost_s={})
+    found_graph = with_op_costs(graph, {"core": measured})
+    nodes = [attributes_of(found_graph, name) for name in "ab"]
+    assert [node["loaded_cost_s"] for node in nodes] == [{"core": 7.0}, {"core": 2.0}]
+
+
+@pytest.mark.usefixtures("cache")
+def test_costs_that_were_only_measured_alone_are_measured_again_where_others_compute() -> None:
+    (device,) = discover(CORE).devices
+    seen: list[list[str]] = []
+    times_s = {"core": [5.0], "core, 2 at once": [7.0]}
+    costs = MeasuredCosts(profile=profile_of(times_s, seen), method="", signatures=["a"])
+    alone = costs.costs({"core": device})["core"]
+    assert alone.loaded_s is None
+    loaded = replace(costs, at_once={"core": 2})
+    assert loaded.known({"core": device}) is None
+    assert loaded.costs({"core": device})["core"].loaded_s is not None
+    assert loaded.known({"core": device}) is not None
+    assert replace(costs, at_once={"core": 3}).known({"core": device}) is None
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_factors_scale_loaded_costs_too() -> None:
+    (device,) = discover(CORE).devices
+    times_s = {"core": [5.0], "core, 2 at once": [7.0]}
+    costs = MeasuredCosts(
+        profile=profile_of(times_s, []),
+        method="",
+        signatures=["a"],
+        classes=["copy"],
+        at_once={"core": 2},
+    )
+    costs.costs({"core": device})
+    costs.keep_factors({"core": device}, {"core": {"copy": 1.2}})
+    fitted = costs.costs({"core": device})["core"]
+    assert fitted.loaded_s is not None
+    assert (fitted.cost_s.tolist(), fitted.loaded_s.tolist()) == ([6.0], [7.0 * 1.2])
+
+
+def test_runs_are_scaled_to_their_median() -> None:
+    runs = [np.array([1.0, 4.0]), np.array([2.0, 2.0]), np.array([3.0, 3.0])]
+    scaled = module._to_median_run(runs)  # medians 2 and 3 of ops, 5 of runs: nothing to do
+    assert scaled.tolist() == [[1.0, 4.0], [2.0, 2.0], [3.0, 3.0]]
+    scaled = module._to_median_run([np.array([1.0, 2.0]), np.array([2.0, 1.0])] * 2)
+    assert np.median(scaled, axis=0).sum() == np.median(scaled.sum(axis=1)) == 3.0
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_the_step_runs_alone_and_on_all_cores_at_once() -> None:
+    extraction = extract(tiny_models.conv_net())
+    devices = discover(",".join(f"core:{core}" for core in CORES[:2])).devices
+    reports: list[tuple[int, int]] = []
+    runs_s = profile_runs(
+        extraction,
+        devices,
+        beside=devices,
+        repeats=3,
+        progress=lambda *at: reports.append(at),
+    )
+    ops = extraction.program.op_count
+    assert runs_s.keys() == {"core", "core, 2 at once"}
+    assert runs_s["core"].shape == (3, ops)
+    assert len(runs_s["core, 2 at once"]) >= 4  # in two rounds, at least one on each core
+    for times_s in runs_s.values():
+        assert times_s.shape[1] == ops
+        assert (np.median(times_s, axis=0) > 0).all()
+    assert reports == [(i + 1, 5) for i in range(5)]
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@pytest.mark.usefixtures("cache")
+def test_two_cores_get_loaded_costs_and_one_core_none() -> None:
+    extraction = extract(tiny_models.conv_net())
+    pair = op_costs(extraction, discover(",".join(f"core:{core}" for core in CORES[:2])))["core"]
+    assert pair.loaded_s is not None
+    assert (pair.loaded_s >= pair.cost_s).all()
+    assert op_costs(extraction, discover(CORE))["core"].loaded_s is None

@@ -210,4 +210,5 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
         cost_s=dict.fromkeys(signatures, 1e-3), runs=1, spread=0.0, measured="2026-01-01"
     )
     CostCache().store(conditions_of(cached.devices[0]), calm)
+    CostCache().store(conditions_of(cached.devices[0], 2), calm)  # beside the other core
     assert predicted in exported()
