@@ -12,6 +12,22 @@ from tests.helpers import tiny_models
 torch.set_num_threads(1)
 
 
+def test_state_has_the_names_and_order_of_torch() -> None:
+    step = Workload(Keeping(), (torch.zeros(4, 4),))
+    model = step.model
+    model.register_buffer("none", None)
+    model.register_parameter("scale", None)
+    model.twice = model.linear
+    model.norm = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())
+    expected = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    state = step.named_state()
+    assert list(state) == [name for name, _ in expected]
+    assert all(state[name] is tensor for name, tensor in expected)
+
+
 class Keeping(nn.Module):
     """Keeps results in attributes; its second layer is its first one."""
 
