@@ -20,10 +20,12 @@ from typing import Final, Protocol
 
 from benchmarks import (
     extraction,
+    hosts,
     max_load,
     overhead,
     quality,
     search,
+    sets,
     simulator,
     startup,
     steps,
@@ -46,6 +48,8 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "quality": quality,
     "search": search,
     "max_load": max_load,
+    "hosts": hosts,
+    "sets": sets,
     "steps": steps,
     "overhead": overhead,
     "extraction": extraction,

@@ -1,0 +1,74 @@
+"""What is made again of recorded candidates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.hosts import (
+    FILES,
+    Row,
+    in_order,
+    machine,
+    placement_of,
+    rank_correlation,
+    recorded,
+    scaled,
+)
+from envs.problem import Problem
+from envs.simulator import Simulator
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+
+
+def chain() -> Problem:
+    """Return four layers of two ops each, one after the other, on the recorded machine."""
+    graph = new_graph("chain")
+    for k in range(8):
+        add_op(graph, f"op{k}", cost_s={"*": 1e-3}, module=f"layers.{k // 2}", output_bytes=8)
+        if k:
+            add_edge(graph, f"op{k - 1}", f"op{k}")
+    return Problem.of(GraphArrays.from_graph(graph), machine())
+
+
+def test_times_are_scaled_to_their_sum_but_not_below_the_least() -> None:
+    times_s = np.array([1.0, 2.0, 5.0])
+    assert scaled(times_s, 0.0, 16.0) == pytest.approx([2.0, 4.0, 10.0])
+    assert scaled(times_s, 3.0, 13.0) == pytest.approx([3.0, 3.0, 7.0])
+
+
+def test_rank_correlation_of_orders() -> None:
+    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 90.0]) == pytest.approx(1.0)
+    assert rank_correlation([1.0, 2.0, 3.0], [9.0, 5.0, 1.0]) == pytest.approx(-1.0)
+
+
+def test_every_model_has_its_steps_on_either_device() -> None:
+    for file in FILES:
+        for rows in recorded(file).values():
+            assert {"all on cuda:0", "all on cpu"} <= {row.name for row in rows}
+            assert all(row.measured_s > 0 for row in rows)
+
+
+def test_first_layers_are_found_by_their_numbers_of_ops_and_copies() -> None:
+    problem = chain()
+
+    def found(name: str, ops_on_gpu: int, copies: int) -> list[int] | None:
+        row = Row(
+            model="", name=name, ops_on_gpu=ops_on_gpu, copies=copies, predicted_s=1, measured_s=1
+        )
+        devices = placement_of(problem, row)
+        return None if devices is None else devices.tolist()
+
+    assert found("first layers that fit, 50%", 8, 0) == [0] * 8
+    assert found("first layers that fit, 50%", 5, 1) == [0] * 4 + [1] * 4  # up to two ops changed
+    assert found("first layers that fit, 50%", 4, 9) is None
+    assert found("placer: first layers", 4, 1) is None
+    assert found("random, 50% of groups", 100, 1) is None
+
+
+def test_copies_block_the_host() -> None:
+    problem = chain()
+    devices = np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int32)
+    schedule = Simulator(problem, memory=False).run(devices, in_order(problem))
+    assert schedule.issued is not None
+    assert schedule.issued.tolist() == list(range(8))
+    assert len(schedule.transfers) == 3
