@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import networkx as nx
 
-from envs.backend import Backend, ProgressCallback
+from envs.backend import Backend, ProgressCallback, StepResult
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_core, is_here, present, split_name
 from envs.placement import Placement
@@ -81,6 +82,15 @@ class Runtime(Protocol):
         """Return all ops in execution order, from a simulated schedule."""
         ...
 
+    def peak_memory_bytes(
+        self, placement: Placement, order: Sequence[int]
+    ) -> Mapping[str, int] | None:
+        """Return the predicted peak memory, {device name: bytes}, of ops that run in this order.
+
+        None where the simulator predicts it, which counts tensors only.
+        """
+        ...
+
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
     ) -> Measured:
@@ -146,6 +156,19 @@ def backend_named(
     measured = runtime.backend(problem, rounds=rounds)
     until_closed.callback(measured.close)
     return measured
+
+
+def simulated_result(runtime: Runtime | None, problem: Problem, placement: Placement) -> StepResult:
+    """Return the simulator's result, with the memory that a runtime predicts."""
+    from envs.simulator import Simulated
+
+    simulated = Simulated(problem)
+    [result] = simulated.evaluate([placement])
+    if runtime is None or not result.feasible:
+        return result
+    order = runtime.order(problem, simulated.simulator.run(*placement.arrays()))
+    peaks = runtime.peak_memory_bytes(placement, order)
+    return replace(result, peak_memory_bytes=peaks or result.peak_memory_bytes)
 
 
 def costed(

@@ -105,9 +105,8 @@ class TorchRuntime:
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 
-        Its hosts overlap copies if this runtime does.
-        The context of a CUDA device is not reserved: it is already allocated when free memory is
-        queried.
+        Its hosts overlap copies if this runtime does. The context of a CUDA device is not reserved:
+        it is already allocated when free memory is queried.
         """
         devices = tuple(
             replace(device, memory_bytes=_without_reserve_bytes(device))
@@ -123,6 +122,9 @@ class TorchRuntime:
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
         """Return ops by start time, those on the CPU by end time."""
         return launch_order(problem, schedule)
+
+    def peak_memory_bytes(self, placement: Placement, order: Sequence[int]) -> None:
+        """Return None: devices report the memory of tensors, which the simulator predicts."""
 
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None

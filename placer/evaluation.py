@@ -22,7 +22,7 @@ from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.runtime import costed, runtime_for
+from envs.runtime import costed, runtime_for, simulated_result
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.critical_path import critical_path, critical_path_to_list
 from envs.simulator.max_load import max_load_ns
@@ -318,7 +318,7 @@ def _evaluate(
     remark: str = "",
 ) -> Evaluation:
     progress.stage(loading_stage())
-    [predicted] = [result] = Simulated(problem).evaluate([placement])
+    predicted = result = simulated_result(runtime, problem, placement)
     if isinstance(backend, Backend):
         [result] = backend.evaluate([placement], counter(progress))
     elif backend == "measured":

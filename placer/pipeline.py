@@ -364,6 +364,9 @@ class _Optimization:
         )
         is_known = objective.micro_batches == 1 and repeats(problem, schedule, priority)
         prediction = objective.predict(simulated, placement, schedule if is_known else None)
+        if self.runtime is not None and np.isfinite(prediction.objective_s):
+            peaks = self.runtime.peak_memory_bytes(placement, order) or prediction.peak_memory_bytes
+            prediction = replace(prediction, peak_memory_bytes=peaks)
         return replace(candidate, prediction=prediction)
 
     def _predicted_again(self, candidate: Candidate, problem: Problem) -> Candidate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 from envs.backend import ProgressCallback
@@ -17,7 +18,8 @@ from envs.costs.cached_costs import MeasuredCosts, OpCosts, first_of_kinds
 from envs.costs.hand_over import hand_over_costs
 from envs.costs.ops import core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
-from envs.executors.cores.instruction_lists import priority_order
+from envs.executors.cores.instruction_lists import device_lists, priority_order
+from envs.executors.cores.memory import WorkerMemory
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
@@ -94,6 +96,22 @@ class CoreRuntime:
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
         """Return ops by start time."""
         return run_order(problem, schedule.start_ns)
+
+    def peak_memory_bytes(
+        self, placement: Placement, order: Sequence[int]
+    ) -> Mapping[str, int] | None:
+        """Return the memory of the workers; None if they cannot run the placement here."""
+        names = placement.device_names
+        is_run = self.runs and placement.micro_batches == 1 and not runs_unplaced(names)
+        if not is_run or not all(map(is_local_core_set, names)):
+            return None
+        lists = device_lists(self.extraction.program, placement.devices, order, len(names))
+        peaks_bytes = [self._memory.peak_bytes(instructions) for instructions in lists]
+        return dict(zip(names, peaks_bytes, strict=True))
+
+    @cached_property
+    def _memory(self) -> WorkerMemory:
+        return WorkerMemory(self.extraction.program)
 
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None

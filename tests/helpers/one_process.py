@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,11 +54,15 @@ def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:
 
 
 def run(
-    extraction: Extraction, lists: Sequence[Sequence[Instruction]], *, steps: int = 1
+    extraction: Extraction,
+    lists: Sequence[Sequence[Instruction]],
+    *,
+    steps: int = 1,
+    watch: Callable[[int, CompiledList], None] = lambda device, compiled: None,
 ) -> Outcome:
     """Run steps on one batch from the model's current state; the model is not changed.
 
-    Output and gradients are those of the last step.
+    Output and gradients are those of the last step; ``watch`` is called after every instruction.
     """
     step, program = extraction.step, extraction.program
     arena = Arena(program)
@@ -83,6 +87,7 @@ def run(
             count_update(arena)
             for d, position in turns(lists):
                 compiled[d].steps[position](compiled[d].table)
+                watch(d, compiled[d])
             for own in compiled:
                 own.forget()
                 own.signals.reset()

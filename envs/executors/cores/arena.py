@@ -24,15 +24,51 @@ from graphs.extract.program import StepProgram, Value
 ALIGNMENT = 64  # as torch's own allocator
 
 
+class Layout:
+    """Where the shared tensors of a program lie: offsets in bytes, by value and by result index.
+
+    Sources and everything that may move between devices have a place; views have none.
+    """
+
+    def __init__(self, program: StepProgram) -> None:
+        self.program = program
+        self.values: dict[int, int] = {}
+        self.results: list[int] = []
+        end = 0
+        tied: dict[str, int] = {}
+        for source in program.sources:
+            name = program.ties.get(source.name, source.name)
+            if source.role in STATE_ROLES and name in tied:
+                self.values[source.value] = tied[name]
+                continue
+            self.values[source.value] = tied[name] = end
+            end += self._room_bytes(source.value)
+        for value in (value for call in program.calls for value in call.made):
+            if program.values[value].root == value:
+                self.values[value] = end
+                end += self._room_bytes(value)
+        whole = program.whole_results()
+        for index, result in enumerate(program.results):
+            if index in whole:
+                self.results.append(self.values[whole[index]])
+            else:
+                self.results.append(end)
+                end += self._room_bytes(result.value)
+        self.size_bytes = max(end, ALIGNMENT)
+
+    def _room_bytes(self, value: int) -> int:
+        size_bytes = memory_bytes(self.program.values[value])
+        return -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
 class Arena:
     """Tensors at fixed offsets of a shared mapping, by value and by result index of a program."""
 
     def __init__(self, program: StepProgram, descriptor: int | None = None) -> None:
         """Map the arena of a program: a new one, or the one behind a file descriptor."""
         self.program = program
-        self.values: dict[int, int] = {}
-        self.results: list[int] = []
-        size = self._lay_out()
+        layout = Layout(program)
+        self.values, self.results, size = layout.values, layout.results, layout.size_bytes
         new = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("placer-arena", os.MFD_CLOEXEC)
@@ -64,33 +100,6 @@ class Arena:
         """Release the mapping, which ends with the last tensor on it; safe to call twice."""
         self.file.close()
         self._mapping = None
-
-    def _lay_out(self) -> int:
-        end = 0
-        tied: dict[str, int] = {}
-        for source in self.program.sources:
-            name = self.program.ties.get(source.name, source.name)
-            if source.role in STATE_ROLES and name in tied:
-                self.values[source.value] = tied[name]
-                continue
-            self.values[source.value] = tied[name] = end
-            end += self._room(source.value)
-        for value in (value for call in self.program.calls for value in call.made):
-            if self.program.values[value].root == value:
-                self.values[value] = end
-                end += self._room(value)
-        whole = self.program.whole_results()
-        for index, result in enumerate(self.program.results):
-            if index in whole:
-                self.results.append(self.values[whole[index]])
-            else:
-                self.results.append(end)
-                end += self._room(result.value)
-        return max(end, ALIGNMENT)
-
-    def _room(self, value: int) -> int:
-        size = _elements(self.program.values[value]) * self.program.values[value].dtype.itemsize
-        return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
     def _tensor(self, value: Value, offset: int) -> torch.Tensor:
         """Return a tensor with a storage of its own: saving it must not save the whole arena."""
@@ -160,6 +169,11 @@ def _resize(descriptor: int, size: int) -> None:
         raise OSError(
             f"shared memory of {size / 1e6:.1f} MB cannot be made: {error.strerror}{hint}"
         ) from error
+
+
+def memory_bytes(value: Value) -> int:
+    """Return the bytes of a tensor with its original strides, gaps included."""
+    return _elements(value) * value.dtype.itemsize
 
 
 def _elements(value: Value) -> int:

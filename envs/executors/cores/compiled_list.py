@@ -62,6 +62,20 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return copied.copy_(tensor)
 
 
+def slot_writers(program: StepProgram) -> set[int]:
+    """Return the values that the op which makes them can write where a result is wanted.
+
+    No other op may read them: a kernel that chooses its result's layout may choose another one
+    than it had when the step was traced, and reading that one gives other last bits.
+    """
+    read = set(program.roots(v for call in program.op_calls for v in call.reads))
+    return {
+        call.outputs[0]
+        for call in program.op_calls
+        if call.target in INTO_SLOT and call.outputs[0] is not None
+    } - read
+
+
 class Signals:
     """One device's ends of the hand-offs: a kernel counter (eventfd) per ordered pair of devices.
 
@@ -122,7 +136,10 @@ class CompiledList:
         }
         self.made = [value for i in instructions for value in self._writes(i)]
         self.whole = program.whole_results()
-        self.in_slot = self._written_in_slots(instructions)
+        given = {i.result for i in instructions if isinstance(i, Give)}
+        self.in_slot = slot_writers(program).intersection(
+            root for index, root in self.whole.items() if index in given
+        )
         self.sent = {i.value for i in instructions if isinstance(i, Send)}
         dying = self._last_uses(instructions)
         self.steps = [self._step(i, values) for i, values in zip(instructions, dying, strict=True)]
@@ -131,21 +148,6 @@ class CompiledList:
         """Drop every tensor of the last run, except sources."""
         for value in self.made:
             self.table.pop(value, None)
-
-    def _written_in_slots(self, instructions: Sequence[Instruction]) -> set[int]:
-        """Return the results that the op which makes them can write where they are wanted.
-
-        No other op may read them: a kernel that chooses its result's layout may choose another one
-        than it had when the step was traced, and reading that one gives other last bits.
-        """
-        given = {i.result for i in instructions if isinstance(i, Give)}
-        wanted = {root for index, root in self.whole.items() if index in given}
-        read = self.program.roots(v for call in self.program.op_calls for v in call.reads)
-        return {
-            call.outputs[0]
-            for call in self.program.op_calls
-            if call.target in INTO_SLOT and call.outputs[0] in wanted.difference(read)
-        }
 
     def _calls(self, instruction: Instruction) -> list[Call]:
         match instruction:
