@@ -19,6 +19,8 @@ OFF: Final = 0.1
 """Relative error of a prediction beyond which the search is repeated with fitted costs."""
 FURTHER_CANDIDATES: Final = 2
 """Number of candidates of the repeated search to run."""
+WORTHWHILE: Final = 0.02
+"""Predicted gain over the first search that they need: fitted predictions are no more accurate."""
 
 _Run: TypeAlias = tuple[Candidate, Measurement]
 
@@ -80,7 +82,7 @@ def worth_running_too(found: Sequence[Candidate], before: Sequence[Candidate]) -
     least_s = min(each.predicted_s for each in ran if not each.is_unplaced)
     hopeless_s = min(each.ranking_s(contended=False) for each in ran) * (1 + OFF)
     others = [each for each in found if not (each.is_single or each.is_unplaced)]
-    limit_s = min(least_s * (1 - messages.SMALLEST_GAIN), hopeless_s)
+    limit_s = min(least_s * (1 - WORTHWHILE), hopeless_s)
     faster = [each for each in others if each.predicted_s < limit_s]
     return distinct(sorted(faster, key=lambda each: each.predicted_s), FURTHER_CANDIDATES)
 
