@@ -31,7 +31,7 @@ from benchmarks import (
     steps,
 )
 from benchmarks.record import Effort, Part, Record
-from benchmarks.replicas import scaling, slow_network, sync_methods, sync_quality
+from benchmarks.replicas import plans, scaling, slow_network, sync_methods, sync_quality
 from benchmarks.tables import Table, around_tables, merged, write_tables
 
 
@@ -54,6 +54,7 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "overhead": overhead,
     "extraction": extraction,
     "startup": startup,
+    "replica_plans": plans,
     "scaling": scaling,
     "sync_quality": sync_quality,
     "sync_methods": sync_methods,

@@ -53,7 +53,8 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
                 f"memory of {name} is limited, but the devices are {', '.join(chosen)}"
             )
     shares = len(chosen) if is_core(chosen[0]) else 1
-    devices = tuple(_device(name, limits.get(name), shares) for name in chosen)
+    free = available_memory_bytes()  # once, so that cores are alike
+    devices = tuple(_device(name, limits.get(name), shares, free) for name in chosen)
     name = "this-machine:" + ",".join(chosen)
     return Cluster(name=name, devices=devices, hosts=_hosts(chosen))
 
@@ -93,11 +94,11 @@ def check_devices(names: Sequence[str]) -> None:
             raise ValueError(f"device {name} is named more than once")
 
 
-def _device(name: str, limit: int | None, shares: int) -> Device:
+def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Device:
     """Return a device with its memory limit, or else its share of the free memory."""
     free: int | None
     if is_core(name) or name == "cpu":
-        free = available_memory_bytes()
+        free = here_bytes
     else:
         from envs.hardware import torch_devices
 
