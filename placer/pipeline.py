@@ -222,7 +222,8 @@ class _Optimization:
         """
         before = self.candidates
         ran = [each for each in before if each.measurement and each.can_run]
-        best = choose([each for each in ran if not each.is_unplaced])
+        several = [each for each in ran if not (each.is_single or each.is_unplaced)]
+        best = choose(several or ran)
         always = (Kind.UNPLACED, Kind.WARM_START)
         kept = [each for each in ran if each is best or each.is_single or each.kind in always]
         both = [*(replace(each, name=f"{each.name}, fitted") for each in further), *kept]
