@@ -30,10 +30,14 @@ LARGEST: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Factors of the parts of a predicted step."""
+    """Factors of the parts of a predicted step.
+
+    ``alone_s`` is the simulated step of one replica that they were fitted to, 0 for medians.
+    """
 
     compute: float = 1.0
     communication: float = 1.0
+    alone_s: float = 0.0
 
     def step_s(self, simulated_s: float, alone_s: float) -> float:
         """Return the predicted step from the simulated one, of which a replica alone has a part.
@@ -56,8 +60,20 @@ class Factors:
         """
         exposed_s = simulated_s - alone_s
         if exposed_s <= 0.0:
-            return cls(compute=step_s / alone_s)
-        return cls(compute=pass_s / alone_s, communication=(step_s - pass_s) / exposed_s)
+            return cls(compute=step_s / alone_s, alone_s=alone_s)
+        return cls(pass_s / alone_s, (step_s - pass_s) / exposed_s, alone_s)
+
+    def for_same(self, alone_s: float) -> Factors:
+        """Return the factors for the same placement of the same step, simulated with other costs.
+
+        Op costs that were measured again do not change what was measured in a trial.
+
+        >>> Factors(2.0, 1.0, alone_s=0.5).for_same(0.25).compute
+        4.0
+        """
+        if not (self.alone_s and alone_s):
+            return self
+        return Factors(self.compute * self.alone_s / alone_s, self.communication, alone_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +83,7 @@ class FittedFactors:
     by_kind: Mapping[str, Mapping[str, Factors]] = field(default_factory=dict)
 
     def of(self, kind: str, graph: str) -> Factors:
-        """Return the factors of a plan."""
+        """Return the factors of a kind of plan for a step."""
         tried = self.by_kind.get(kind, {})
         if not tried:
             return Factors()
@@ -85,7 +101,10 @@ class FittedFactors:
     def save(self, path: Path) -> None:
         """Write the file; a cache that cannot be written is not an error."""
         content = {
-            kind: {graph: [each.compute, each.communication] for graph, each in tried.items()}
+            kind: {
+                graph: [each.compute, each.communication, each.alone_s]
+                for graph, each in tried.items()
+            }
             for kind, tried in self.by_kind.items()
         }
         with contextlib.suppress(OSError):
@@ -107,7 +126,7 @@ class FittedFactors:
             raise ValueError(f"format is {top['format']!r}, not {FORMAT!r}")
         return cls(
             {
-                kind: {graph: _factors(pair) for graph, pair in table(tried, "factors").items()}
+                kind: {graph: _factors(entry) for graph, entry in table(tried, "factors").items()}
                 for kind, tried in table(top["factors"], "factors").items()
             }
         )
@@ -121,8 +140,10 @@ def factors_path(devices: Sequence[str]) -> Path:
     return cache_folder() / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _factors(pair: object) -> Factors:
-    compute, communication = (number(each, "factors") for each in array(pair, "factors"))
-    if not (0.0 < compute < LARGEST and 0.0 <= communication < LARGEST):
+def _factors(entry: object) -> Factors:
+    compute, communication, alone_s = (number(each, "factors") for each in array(entry, "factors"))
+    if not (
+        0.0 < compute < LARGEST and 0.0 <= communication < LARGEST and 0.0 <= alone_s < LARGEST
+    ):
         raise ValueError(f"factors {compute} and {communication} are out of range")
-    return Factors(compute, communication)
+    return Factors(compute, communication, alone_s)

@@ -270,12 +270,15 @@ class _Planner:
         plans = searched.variants if split.replicas > 1 else searched.variants[:1]
         steps = [replicated(plan.step, networks, self.replication) for plan in plans]
         best = min(range(len(plans)), key=lambda i: steps[i].step_s)
+        factors = self.factors.of(split.kind, searched.result.problem.graph.hash)
+        if split.devices_each == 1:  # there is no other placement
+            factors = factors.for_same(steps[best].alone_s)
         split = replace(
             split,
             result=plans[best].chosen_of(searched.result),
             alone=plans[best].step,
             step=steps[best],
-            factors=self.factors.of(split.kind, searched.result.problem.graph.hash),
+            factors=factors,
         )
         return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
 
@@ -312,6 +315,8 @@ class _Planner:
                 step=replicated(alone.step, networks, self.replication),
             )
             factors = self.factors.of(split.kind, one.graph.hash)
+            assert split.step is not None, "it was just simulated"
+            factors = factors.for_same(split.step.alone_s)
             one_s = factors.compute * alone.step.step_ns / 1e9
             samples = self.replication.step_samples(1)
             yield replace(split, factors=factors, one_samples_per_s=samples / one_s)

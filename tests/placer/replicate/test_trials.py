@@ -95,8 +95,8 @@ def test_factors_are_read_as_written_and_the_oldest_make_room(tmp_path: Path) ->
     "text",
     ["", "[]", '{"format": "x", "factors": {}}',
      '{"format": "placer-replica-factors/1", "factors": {"k": {"g": [1]}}}',
-     '{"format": "placer-replica-factors/1", "factors": {"k": {"g": [0, 1]}}}',
-     '{"format": "placer-replica-factors/1", "factors": {"k": {"g": [1, 1e9]}}}'],
+     '{"format": "placer-replica-factors/1", "factors": {"k": {"g": [0, 1, 1]}}}',
+     '{"format": "placer-replica-factors/1", "factors": {"k": {"g": [1, 1e9, 1]}}}'],
 )  # fmt: skip
 def test_a_damaged_file_of_factors_counts_as_empty(text: str, tmp_path: Path) -> None:
     path = tmp_path / "replicas.json"
@@ -117,6 +117,10 @@ def test_trials_of_a_plan_correct_its_next_prediction() -> None:
     assert again.step_s == pytest.approx(0.08)
     assert again.exposed_s == pytest.approx(0.03)
     assert again.samples_per_s == pytest.approx(pair.samples / 0.08)
+    costlier = again.factors.for_same(2 * pair.step.alone_s)  # ops were measured again
+    doubled_s = pair.step.step_s + pair.step.alone_s
+    assert costlier.step_s(doubled_s, 2 * pair.step.alone_s) == pytest.approx(0.08)
+    assert Factors(3.0, 1.0).for_same(1.0) == Factors(3.0, 1.0)  # medians
     failed = Runs(failure="a rank died")
     assert with_factors(fitted, pair, failed) is with_factors(fitted, pair, Runs()) is fitted
 
