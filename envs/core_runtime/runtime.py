@@ -35,6 +35,8 @@ from graphs.graph import GraphArrays
 MEASURED_S: Final = 1.0
 FEWEST_ROUNDS: Final = 5
 MOST_ROUNDS: Final = 11
+HELD: Final = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
+"""Sizes of ops that add up in the memory of a device that runs all of them."""
 
 
 class CoreRuntime:
@@ -60,7 +62,7 @@ class CoreRuntime:
         here = first_of_kinds([one for one in cluster.devices if is_local_core_set(one.name)])
         described = [device for device in cluster.devices if device.kind not in here]
         unplaced = runs_unplaced(cluster.names)
-        beside = single_cores(cluster)
+        beside = self._at_once(cluster)
         known = core_costs(self.extraction, progress, beside=beside, unplaced=unplaced)
         costs = known.costs(here, fresh=fresh) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():
@@ -69,7 +71,7 @@ class CoreRuntime:
 
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
         """Return the cached costs on cores of this machine, None unless all ops are cached."""
-        beside, unplaced = single_cores(cluster), runs_unplaced(cluster.names)
+        beside, unplaced = self._at_once(cluster), runs_unplaced(cluster.names)
         costs = core_costs(self.extraction, beside=beside, unplaced=unplaced)
         return costs.known(first_of_kinds(cluster.devices))
 
@@ -77,6 +79,15 @@ class CoreRuntime:
         """Keep factors of costs on cores of this machine, or of the unplaced model there."""
         costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
         costs.keep_factors(first_of_kinds(cluster.devices), factors)
+
+    def _at_once(self, cluster: Cluster) -> list[Device]:
+        """Return the single cores of this machine, none if the step may not fit on each of them."""
+        here = [device for device in cluster.devices if is_local_core_set(device.name)]
+        cores = [device for device in here if len(cores_of(device.name)) == 1]
+        nodes = self.graph.nodes.values()
+        held_bytes = sum(node[name] for node in nodes for name in HELD)
+        held_bytes += max(node["output_bytes"] + node["workspace_bytes"] for node in nodes)
+        return cores if all(held_bytes <= core.memory_bytes for core in cores) else []
 
     def hand_over_costs(self, cluster: Cluster) -> MeasuredCosts | None:
         """Return the cost of handing over a step; None where devices are elsewhere, or unplaced."""
@@ -140,12 +151,6 @@ class CoreRuntime:
             return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
-
-
-def single_cores(cluster: Cluster) -> list[Device]:
-    """Return the devices of a cluster that are one core of this machine."""
-    here = [device for device in cluster.devices if is_local_core_set(device.name)]
-    return [device for device in here if len(cores_of(device.name)) == 1]
 
 
 def rounds_for(step_s: float) -> int:

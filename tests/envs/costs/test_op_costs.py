@@ -333,3 +333,22 @@ def test_two_cores_get_loaded_costs_and_one_core_none() -> None:
     assert pair.loaded_s is not None
     assert (pair.loaded_s >= pair.cost_s).all()
     assert op_costs(extraction, discover(CORE))["core"].loaded_s is None
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_cores_that_the_step_may_not_fit_on_do_not_run_it_at_once(cache: CostCache) -> None:
+    extraction = extract(tiny_models.conv_net())
+    signatures = op_signatures(extraction.program)
+    names = ",".join(f"core:{core}" for core in CORES[:2])
+    roomy = discover(names)
+    small = replace(
+        roomy, devices=tuple(replace(device, memory_bytes=100) for device in roomy.devices)
+    )
+    session = Session(
+        cost_s=dict.fromkeys(signatures, 1.0), runs=5, spread=0.0, measured="2026-01-01"
+    )
+    cache.store(conditions_of(roomy.devices[0]), session)
+    assert CoreRuntime(extraction, roomy).known_costs(roomy) is None
+    known = CoreRuntime(extraction, small).known_costs(small)
+    assert known is not None
+    assert known["core"].loaded_s is None
