@@ -26,7 +26,7 @@ from envs.executors.cores.heap import Heap
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
 from graphs.extract.program import VIEW, Call, StepProgram, Value
 
-HEAP_FACTOR: Final = 1.25
+HEAP_FACTOR: Final = 1.35
 """Heap of a worker over the simulated one: malloc does not always find the best hole, and small
 long-lived blocks (the libraries' caches, Python's objects) lie in the way of large ones."""
 HEAP_BASE_BYTES: Final = 1_500_000
