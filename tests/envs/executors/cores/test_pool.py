@@ -207,7 +207,7 @@ def test_a_worker_that_hangs_with_a_full_pipe_is_named() -> None:
     ("names", "message"),
     [
         (("core:0", "core:0"), "overlap"),
-        (("core:99999",), "there is no device core:99999"),
+        (("core:9999",), "there is no device core:9999"),
     ],
 )
 def test_devices_that_cannot_be_had_are_refused_before_anything_starts(
