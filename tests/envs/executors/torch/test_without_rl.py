@@ -32,16 +32,19 @@ def build():
     return model, (torch.randn(4, 8), torch.randn(4, 3)), nn.functional.mse_loss
 """
 FROM_PYTHON = """
+from pathlib import Path
+
 import placer
 from model import build
 
 model, inputs, loss = build()
 workload = placer.Workload.of(model, inputs, loss)
 found = placer.optimize(workload, {devices!r}, budget="20e")
-assert any(row.measurement is not None and row.measurement.ok for row in found.candidates)
+ran = [row for row in found.candidates if row.measurement is not None and row.measurement.ok]
 with placer.apply(model, found) as placed:
     assert placed.step(*inputs).isfinite()
-found.save("placement.json")
+found.save("found.json")
+next(row for row in ran if not row.is_unplaced).placement.save(Path("placement.json"))
 """
 FROM_THE_COMMAND_LINE = """
 from placer.cli.main import main
