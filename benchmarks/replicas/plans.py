@@ -32,7 +32,7 @@ MODELS: Final = {
 
 def parts(effort: Effort) -> dict[str, Part]:
     """Return one part per model; quick leaves out the largest."""
-    names = effort.pick(quick=list(MODELS)[:2], normal=list(MODELS), full=list(MODELS))
+    names = effort.pick(quick=list(MODELS)[:1], normal=list(MODELS), full=list(MODELS))
     budget = effort.pick(quick="2s", normal="5s", full="20s")
     return {name: partial(compared, name, budget) for name in names}
 

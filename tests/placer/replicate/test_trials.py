@@ -272,6 +272,7 @@ def really_tried(folder: str) -> dict[str, object]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @two_cores
 def test_on_cores_of_this_machine_plans_and_the_unplaced_model_are_really_run(
     tmp_path: Path,

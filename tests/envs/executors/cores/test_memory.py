@@ -38,6 +38,10 @@ from tests.helpers.extracted_steps import STEPS, extracted
 from tests.helpers.placed_steps import two_cores
 
 CORES = sorted(os.sched_getaffinity(0))
+LARGE = {
+    *("bert", "distilbert", "inception", "llama", "mixtral", "nasnet", "nmt", "resnet", "t5"),
+    *("separate_moe", "stacked_moe", "rnnlm"),
+}
 
 
 class TestHeap:
@@ -221,7 +225,13 @@ class TestWorkerMemory:
     def test_an_empty_list_takes_nothing(self) -> None:
         assert WorkerMemory(chain(1, 100)).peak_bytes([]) == 0
 
-    @pytest.mark.parametrize("name", sorted(STEPS))
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else [])
+            for name in sorted(STEPS)
+        ],
+    )
     def test_pages_are_those_of_what_is_written_and_read(self, name: str) -> None:
         program = extracted(name).program
         memory, layout = WorkerMemory(program), Layout(program)
