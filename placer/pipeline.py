@@ -373,14 +373,13 @@ class _Optimization:
     def _predicted_again(self, candidate: Candidate, problem: Problem) -> Candidate:
         """Return a candidate of an earlier search with its prediction by other costs."""
         prediction = self.search.objective.predict(Simulated(problem), candidate.placement)
+        prediction = replace(prediction, peak_memory_bytes=candidate.peak_memory_bytes)
         return replace(candidate, prediction=prediction, bound_ns=None)
 
 
 def _with_less_memory(problem: Problem, share: float) -> Problem:
-    devices = tuple(
-        replace(device, memory_bytes=int(device.memory_bytes * share))
-        for device in problem.cluster.devices
-    )
+    own = problem.cluster.devices
+    devices = tuple(replace(each, memory_bytes=int(each.memory_bytes * share)) for each in own)
     return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
 
 

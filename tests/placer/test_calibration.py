@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import pytest
 
 import placer
@@ -242,6 +243,9 @@ def test_fitted_costs_are_kept_with_the_costs_of_the_step(
         assert each.best.predicted_s == pytest.approx(each.best.measurement.median_s, rel=0.03)
         assert each.cost_source["core"].endswith(FITTED)
         assert each.unplaced is not None
+        order = np.argsort(-each.best.placement.arrays()[1])
+        workers_bytes = runtime.peak_memory_bytes(each.best.placement, order.tolist())
+        assert each.best.peak_memory_bytes == workers_bytes
     assert again.unplaced is not None
     unplaced_s = len(signatures) * 1e-3
     assert again.unplaced.predicted_s == pytest.approx(min(UNPLACED_S, 4 * unplaced_s))
