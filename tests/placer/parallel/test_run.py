@@ -115,7 +115,7 @@ def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) 
     return result.placement.replicas
 
 
-@pytest.mark.parametrize("batch", ["per-replica", "global"])
+@pytest.mark.parametrize("batch", ["per-replica", pytest.param("global", marks=pytest.mark.slow)])
 def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
     target = written(tmp_path)
     (tmp_path / "target.py").write_text((tmp_path / "target.py").read_text().replace(NORM, ""))

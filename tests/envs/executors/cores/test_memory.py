@@ -42,6 +42,9 @@ LARGE = {
     *("bert", "distilbert", "inception", "llama", "mixtral", "nasnet", "nmt", "resnet", "t5"),
     *("separate_moe", "stacked_moe", "rnnlm"),
 }
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in sorted(STEPS)
+]
 
 
 class TestHeap:
@@ -225,13 +228,7 @@ class TestWorkerMemory:
     def test_an_empty_list_takes_nothing(self) -> None:
         assert WorkerMemory(chain(1, 100)).peak_bytes([]) == 0
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else [])
-            for name in sorted(STEPS)
-        ],
-    )
+    @pytest.mark.parametrize("name", NAMES)
     def test_pages_are_those_of_what_is_written_and_read(self, name: str) -> None:
         program = extracted(name).program
         memory, layout = WorkerMemory(program), Layout(program)
@@ -247,7 +244,7 @@ class TestWorkerMemory:
             assert touched <= may
             assert received <= set(layout.values)
 
-    @pytest.mark.parametrize("name", sorted(STEPS))
+    @pytest.mark.parametrize("name", NAMES)
     def test_the_heap_holds_what_is_live_when_the_lists_run(self, name: str) -> None:
         extraction = extracted(name)
         lists = random_lists(extraction, seed=2)
@@ -262,7 +259,7 @@ class TestWorkerMemory:
         assert max(live_bytes) > 0
         assert all(live <= heap for live, heap in zip(live_bytes, heaps_bytes, strict=True))
 
-    @pytest.mark.parametrize("name", sorted(STEPS))
+    @pytest.mark.parametrize("name", NAMES)
     def test_nothing_stays_on_the_heap(self, name: str) -> None:
         program = extracted(name).program
         for instructions in random_lists(extracted(name), seed=3):
