@@ -1,4 +1,4 @@
-"""Whether ops on both cores at once would win over the unplaced model and over single cores.
+"""Gain of ops on both cores at once over the unplaced model and over single cores.
 
     python -m benchmarks sets
 

@@ -75,7 +75,7 @@ class HostThreads:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """What ops cost more while other devices of their machine compute.
+    """Extra costs of ops while other devices of their machine compute.
 
     With b of n such devices computing, an op costs ``extra_ns`` * b / n more, rounded half up.
     """

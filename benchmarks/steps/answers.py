@@ -1,4 +1,4 @@
-"""What ``placer.optimize`` answers for a model, ready to be measured again."""
+"""The answer of ``placer.optimize`` for a model, ready to be measured again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether predicted steps are in the order of measured ones, from random to good placements."""
+"""Rank correlation of predicted and measured steps, from random to good placements."""
 
 from __future__ import annotations
 

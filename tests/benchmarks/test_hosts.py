@@ -1,4 +1,4 @@
-"""What is made again of recorded candidates."""
+"""Recorded candidates that can be made again."""
 
 from __future__ import annotations
 

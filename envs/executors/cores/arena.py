@@ -25,7 +25,7 @@ ALIGNMENT = 64  # as torch's own allocator
 
 
 class Layout:
-    """Where the shared tensors of a program lie: offsets in bytes, by value and by result index.
+    """Offsets of the shared tensors of a program in bytes, by value and by result index.
 
     Sources and everything that may move between devices have a place; views have none.
     """

@@ -16,7 +16,7 @@ from graphs.extract.export.trace import Position
 
 
 class HandOver:
-    """What the model's process does before and after the workers run a step.
+    """The part of a step in the model's process, before and after the workers run.
 
     It computes on one thread: torch's others would wait for more work on the cores of the workers.
     """

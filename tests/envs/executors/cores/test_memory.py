@@ -93,7 +93,7 @@ class TestHeap:
 
 
 class CellHeap:
-    """The same heap as a list of cells of 16 bytes, searched from the start for every request."""
+    """A plain heap: a list of cells of 16 bytes, searched from the start for every request."""
 
     def __init__(self) -> None:
         self.cells: list[int | None] = []  # address of the block, None if free
