@@ -22,8 +22,7 @@ def keep_freed_memory() -> bool:
     """Let the C library keep freed memory until this process ends, as the workers do.
 
     By default glibc returns large blocks to the kernel, and every step pays page faults to get them
-    again: up to a third of its time. Return whether the C library has these settings; only glibc
-    does.
+    again. Return whether the C library has these settings; only glibc does.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

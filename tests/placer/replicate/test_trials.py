@@ -1,4 +1,4 @@
-"""What is run of a plan of replicas, what is learned from it, and what wins: by made-up times."""
+"""Trials of a plan of replicas: selection, learned factors and the winner, by made-up times."""
 
 from __future__ import annotations
 
