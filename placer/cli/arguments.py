@@ -45,6 +45,12 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # An empty word, as of a shell variable that is not set, would often mean the default.
+        if action.option_strings and not all(word.strip() for word in arg_strings):
+            raise argparse.ArgumentError(action, "the value is empty: give one, or leave it out")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         """Exit with the error in one line and a pointer to the help, as the usage may be long."""
         self.exit(BAD_USAGE, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")

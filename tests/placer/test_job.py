@@ -155,6 +155,17 @@ def test_arguments_that_repeat_or_contradict_others_are_refused(
         optimize()
 
 
+def test_empty_names_of_devices_are_no_default() -> None:
+    placement = {"": "core:0"}
+    for call in (
+        lambda: placer.optimize(WORKLOAD, devices=""),
+        lambda: placer.extract(WORKLOAD, devices=""),
+        lambda: placer.evaluate(placement, WORKLOAD, devices=""),
+    ):
+        with pytest.raises(ValueError, match="no devices were named"):
+            call()
+
+
 def test_a_registered_placer_is_used_by_its_name(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from envs.replication import Replication
-from placer.cli.main import main
+from placer.cli.main import build_parser, main
 from placer.cli.optimize import replication
 from placer.cli.run import sync_overrides
 
@@ -80,6 +80,38 @@ def test_a_value_that_means_nothing_is_refused(
         main(option.split())
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["optimize", "m.py:f", "--devices", ""], "--devices"),
+        (["optimize", "m.py:f", "--devices="], "--devices"),
+        (["optimize", "m.py:f", "--devices", " "], "--devices"),
+        (["optimize", "m.py:f", "--out", ""], "--out"),
+        (["optimize", "m.py:f", "--pin", ""], "--pin"),
+        (["optimize", "m.py:f", "--keep-together", ""], "--keep-together"),
+        (["optimize", "m.py:f", "--policy", ""], "--policy"),
+        (["extract", "m.py:f", "--summary", "--devices", ""], "--devices"),
+        (["evaluate", "m.py:f", "--placement", "p.json", "--devices", ""], "--devices"),
+        (["machine", "--devices", ""], "--devices"),
+        (["machine", "--clear-cache", ""], "--clear-cache"),
+        (["train", "--out", "x", "--families", "layered", ""], "--families"),
+    ],
+)
+def test_an_empty_value_is_not_the_default(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    error, _ = capsys.readouterr().err.splitlines()
+    assert f"argument {option}: the value is empty: give one, or leave it out" in error
+
+
+def test_an_option_without_its_optional_value_has_no_empty_one() -> None:
+    parsed = build_parser().parse_args(["train", "--out", "x", "--ray"])
+    assert parsed.ray == ""
 
 
 @pytest.mark.parametrize(
