@@ -22,7 +22,7 @@ from envs.simulator import (
     workspace_for,
 )
 from placer.search.candidate import Candidate, Kind
-from placer.search.list_scheduler.arrays import scheduling_arrays
+from placer.search.list_scheduler.arrays import SchedulingArrays, scheduling_arrays
 from placer.search.list_scheduler.decoder import decode_batch
 from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule
 
@@ -44,6 +44,11 @@ class Evaluator:
         self.arrays: ProblemArrays = arrays_of(problem)
         self.work: Workspace = workspace_for(problem)
         self.memory = RANK_EXCESS if self.scheduling.memory_matters else IGNORE_MEMORY
+
+    @cached_property
+    def loaded_scheduling(self) -> SchedulingArrays | None:
+        """Arrays for list scheduling with costs under load; None where there are no such costs."""
+        return None if self.problem.load is None else scheduling_arrays(self.problem, loaded=True)
 
     @cached_property
     def _schedule(self) -> PartialSchedule:

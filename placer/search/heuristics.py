@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import permutations
 from typing import ClassVar, Final
 
@@ -23,6 +23,7 @@ from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.contiguous import pipeline_parts
 from placer.search.evaluator import Evaluator
 from placer.search.grouping import spread
+from placer.search.list_scheduler.arrays import SchedulingArrays
 from placer.search.list_scheduler.decoder import HEFT, decode
 from placer.search.list_scheduler.etf import etf, memory_etf
 from placer.search.request import MAX_LOAD, STEP_OBJECTIVES, SearchRequest
@@ -49,9 +50,34 @@ def heuristics(evaluator: Evaluator) -> list[Candidate]:
     if any(candidate.step_ns == INFEASIBLE_NS for candidate in singles):
         devices = first_layers(problem, by_level)
         candidates.append(evaluator.candidate(Kind.FIRST_LAYERS, devices, by_level))
-    candidates.append(evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT)))
-    candidates.append(evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling)))
-    return candidates
+    return [*candidates, heft_candidate(evaluator), etf_candidate(evaluator)]
+
+
+def heft_candidate(evaluator: Evaluator) -> Candidate:
+    """Return the placement of HEFT; see :func:`_listed`."""
+    return _listed(evaluator, Kind.HEFT, lambda arrays: decode(arrays, HEFT))
+
+
+def etf_candidate(evaluator: Evaluator) -> Candidate:
+    """Return the placement of ETF; see :func:`_listed`."""
+    return _listed(evaluator, Kind.ETF, etf)
+
+
+def _listed(
+    evaluator: Evaluator,
+    kind: Kind,
+    schedule: Callable[[SchedulingArrays], tuple[Ints, Floats]],
+) -> Candidate:
+    """Return the placement of a list scheduler.
+
+    Where ops cost more under load, it plans with costs alone and with those while all other devices
+    compute; the shorter simulated step wins.
+    """
+    candidate = evaluator.candidate(kind, *schedule(evaluator.scheduling))
+    if evaluator.loaded_scheduling is None:
+        return candidate
+    loaded = evaluator.candidate(kind, *schedule(evaluator.loaded_scheduling))
+    return min(candidate, loaded, key=lambda each: each.step_ns)
 
 
 def single_devices(evaluator: Evaluator) -> list[Candidate]:
@@ -217,7 +243,7 @@ class Heft(Rule):
 
     def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT))
+        yield heft_candidate(evaluator)
 
 
 class Etf(Rule):
@@ -227,7 +253,7 @@ class Etf(Rule):
 
     def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling))
+        yield etf_candidate(evaluator)
 
 
 class MemoryEtf(Rule):
@@ -237,4 +263,4 @@ class MemoryEtf(Rule):
 
     def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield evaluator.candidate(Kind.M_ETF, *memory_etf(evaluator.scheduling))
+        yield _listed(evaluator, Kind.M_ETF, memory_etf)

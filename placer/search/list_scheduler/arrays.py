@@ -57,12 +57,14 @@ class SchedulingArrays(NamedTuple):
     critical_path: float  # ns, with mean costs and transfers
 
 
-def scheduling_arrays(problem: Problem) -> SchedulingArrays:
-    """Return the arrays of a problem."""
+def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingArrays:
+    """Return the arrays of a problem, with costs alone or while all other devices compute."""
     graph = problem.graph
     count = problem.op_count
     allowed = np.array(problem.allowed)
     cost = np.array(problem.cost_ns, np.float64)
+    if loaded and problem.load is not None:
+        cost += np.where(allowed, problem.load.extra_ns, 0)
     cheapest = np.where(allowed, cost, np.inf).min(axis=1)
     mean_cost = np.where(allowed, cost, 0.0).sum(axis=1) / allowed.sum(axis=1)
     scale = max(float(cheapest.mean()), 1.0)

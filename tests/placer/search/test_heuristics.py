@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from envs.problem import Problem
+from envs.hardware.cluster import Cluster, Device
+from envs.problem import Floats, Ints, Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
 from placer.search.candidate import Kind, ranked
@@ -21,12 +25,20 @@ from placer.search.heuristics import (
     round_robin,
     single_device,
 )
+from placer.search.list_scheduler.arrays import SchedulingArrays, scheduling_arrays
+from placer.search.list_scheduler.decoder import HEFT, decode
+from placer.search.list_scheduler.etf import etf, memory_etf
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
-from tests.helpers.simulator_cases import one_kind
+from tests.helpers.simulator_cases import one_kind, problem_of, random_case
 
+Schedule = Callable[[SchedulingArrays], tuple[Ints, Floats]]
 ONCE = Budget(evaluations=1)
+
+
+def heft(arrays: SchedulingArrays) -> tuple[Ints, Floats]:
+    return decode(arrays, HEFT)
 
 
 def chain(memory_bytes: tuple[int, ...], *, tied: bool = False) -> Problem:
@@ -139,3 +151,64 @@ def test_memory_etf_keeps_room_for_outputs_that_etf_forgets() -> None:
         [plan] = placer_named(name).place(SearchRequest(problem, ONCE))
         used = np.bincount(plan.devices, kept, minlength=2)
         assert bool((used <= problem.memory_bytes).all()) is fits
+
+
+# Costs under load
+
+
+def under_load() -> Problem:
+    """Return three ops of 10, 12 and 11 us; beside others the first takes 20."""
+    graph = new_graph("load")
+    for name, alone_us, loaded_us in (("p", 10, 20), ("q", 12, 12), ("r", 11, 11)):
+        add_op(
+            graph,
+            name,
+            cost_s={"core": alone_us / 1e6},
+            loaded_cost_s={"core": loaded_us / 1e6},
+        )
+    names = ("core:0", "core:1")
+    devices = tuple(Device(name=name, kind="core", memory_bytes=10**9) for name in names)
+    return Problem.of(GraphArrays.from_graph(graph), Cluster(name="two", devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("heft", heft), ("etf", etf), ("m-etf", memory_etf)]
+)
+def test_list_schedulers_plan_with_costs_under_load_too(name: str, schedule: Schedule) -> None:
+    problem = under_load()
+    evaluator = Evaluator(problem)
+    # By the costs alone q and r come first, and p, beside the end of q, takes until 31.
+    devices, priority = schedule(evaluator.scheduling)
+    assert devices.tolist() == [1, 0, 1]
+    assert Simulator(problem).run(devices, priority).step_ns == 31_000
+    [candidate] = placer_named(name).place(SearchRequest(problem, ONCE))
+    assert candidate.devices.tolist() == [0, 1, 1]
+    assert candidate.step_ns == 23_000
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_their_steps_are_simulated_and_no_longer_than_planned_with_costs_alone(seed: int) -> None:
+    problem, _, _ = problem_of(random_case(seed, bad_places=False))
+    evaluator = Evaluator(problem)
+    schedules = {Kind.HEFT: heft, Kind.ETF: etf}
+    for candidate in heuristics(evaluator):
+        if candidate.kind not in schedules:
+            continue
+        alone = evaluator.candidate(
+            candidate.kind, *schedules[candidate.kind](evaluator.scheduling)
+        )
+        assert candidate.step_ns <= alone.step_ns
+        if problem.load is None:
+            assert candidate.devices.tolist() == alone.devices.tolist()
+        simulated = Simulator(problem).run(candidate.devices, candidate.priority)
+        if simulated.feasible:
+            assert candidate.step_ns == simulated.step_ns
+
+
+def test_costs_under_load_do_not_make_ops_allowed() -> None:
+    graph = under_load().graph
+    limited = replace(graph, allowed=(("core:1",), None, None))
+    problem = Problem.of(limited, under_load().cluster)
+    cost = scheduling_arrays(problem, loaded=True).cost
+    assert cost.tolist() == [[0, 20_000], [12_000, 12_000], [11_000, 11_000]]
