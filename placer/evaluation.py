@@ -30,6 +30,7 @@ from graphs.extract import AUTO
 from graphs.graph import GraphArrays
 from graphs.text import suggestion
 from placer.job import Constraints, Job, SearchConfig, Source
+from placer.messages import no_hand_over
 from placer.progress import Progress, Silent, counter
 from placer.result import Result
 from placer.search.candidate import Kind
@@ -152,7 +153,7 @@ class Evaluation:
     result: StepResult  # of the backend
     predicted: StepResult  # of the simulator; the result itself if nothing else was asked
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
-    remark: str = ""  # why accelerate could not run the device map
+    remark: str = ""  # what is missing in the step, why accelerate could not run the device map
 
     @property
     def step_s(self) -> float:
@@ -330,6 +331,7 @@ def _evaluate(
         expected_s = predicted.step_s if predicted.feasible else 1.0
         with runtime.backend(problem, [expected_s]) as measured:
             [result] = measured.evaluate([placement], counter(progress))
+        remark = " ".join(filter(None, (remark, no_hand_over(problem))))
     if result.measurement is not None and not result.measurement.counts:
         raise KeyboardInterrupt
     return Evaluation(

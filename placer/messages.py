@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from envs.hardware.core_sets import has_several_cores
+from envs.hardware.discover import is_core
 from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import CONTENDED, tied
 from envs.problem import Problem
@@ -231,6 +233,18 @@ def prediction_error(candidate: Candidate, *, contended: bool) -> str:
     return (
         f"The predicted step of {candidate.name} is {error:.2f} of its {measured}, so the search "
         "may have missed better placements."
+    )
+
+
+def no_hand_over(problem: Problem) -> str:
+    """Return that steps were run without their hand-over, which only a copy of a model measures."""
+    names = problem.cluster.names
+    on_workers = all(map(is_core, names)) and not (len(names) == 1 and has_several_cores(names[0]))
+    if problem.graph.hand_over_s or not on_workers:
+        return ""
+    return (
+        "Measured steps exclude handing over batch and results, since copy.deepcopy cannot copy "
+        "the model: `placed.step` takes longer. A working `__deepcopy__` of the model mends it."
     )
 
 

@@ -179,6 +179,8 @@ class Result:
             remarks.append(messages.fitted_costs(self.mispredicted))
         if was_run:
             remarks.append(messages.prediction_error(best, contended=contended))
+            if self.extraction is not None:
+                remarks.append(messages.no_hand_over(self.problem))
         remarks += messages.unpredicted_memory(best)
         remarks += messages.failures(self.candidates)
         if self.extraction is not None:

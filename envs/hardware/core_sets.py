@@ -26,6 +26,15 @@ def is_core_set(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def has_several_cores(name: str) -> bool:
+    """Return whether a core set has several cores.
+
+    >>> has_several_cores("core:0"), has_several_cores("core:0-3"), has_several_cores("n1:core:0+2")
+    (False, True, True)
+    """
+    return sum(high - low + 1 for low, high in core_runs(name)) > 1
+
+
 def core_runs(name: str) -> list[tuple[int, int]]:
     """Return the first and the last core of each run of cores in a name, in order.
 

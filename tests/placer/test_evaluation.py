@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,20 @@ def test_a_device_map_is_measured_and_predicted() -> None:
     [remark] = content["remarks"]
     assert "2 would be computed on vdev:0" in remark
     tiny_models.assert_same(tiny_models.state_of(workload), before)
+
+
+def test_a_model_that_cannot_be_copied_is_run_with_a_remark() -> None:
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Single:
+            raise RuntimeError("there is one only")
+
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    workload = placer.Workload.of(Single(4, 2), torch.randn(3, 4), training=False)
+    evaluation = placer.evaluate({"": core}, workload, backend="measured", progress=False)
+    assert evaluation.measurement is not None
+    assert evaluation.measurement.ok
+    [remark] = evaluation.to_dict()["remarks"]
+    assert remark.startswith("Measured steps exclude handing over batch and results")
 
 
 @pytest.mark.usefixtures("second_device")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import placer
+from envs.hardware.cluster import Cluster, Device
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
@@ -208,6 +209,29 @@ def test_a_remark_says_that_lstms_are_trained_by_another_kernel_where_nothing_is
     assert len(extraction_remarks(extract(step))) == 1
     assert extraction_remarks(extract(replace(step, training=False))) == []
     assert extraction_remarks(extract(tiny_models.tied_weights())) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "hand_over_s", "applies"),
+    [
+        (("core:0", "core:1"), 0.0, True),
+        (("core:0",), 0.0, True),
+        (("core:0", "core:1"), 1e-4, False),  # it is in the measured step
+        (("core:0-1",), 0.0, False),  # the unplaced model runs in this process
+        (("cpu",), 0.0, False),
+    ],
+)
+def test_a_remark_says_that_steps_were_run_without_their_hand_over(
+    names: tuple[str, ...], hand_over_s: float, applies: bool
+) -> None:
+    graph = replace(TWO_OPS, hand_over_s=hand_over_s)
+    devices = tuple(Device(name=name, kind="x", memory_bytes=10) for name in names)
+    problem = Problem.of(graph, Cluster(name="here", devices=devices))
+    measured = result_of([candidate(HEFT, 1.0, [1.0] * 3), candidate(SINGLE, 2.0, [2.0] * 3)])
+    result = replace(measured, problem=problem, extraction=extract(tiny_models.tied_weights()))
+    assert any("copy.deepcopy" in remark for remark in result.remarks) == applies
+    simulated = replace(result_of([candidate(HEFT, 1.0), candidate(SINGLE, 2.0)]), problem=problem)
+    assert not any("copy.deepcopy" in remark for remark in simulated.remarks)
 
 
 def test_results_placements_and_clusters_are_small_tables_in_notebooks(tmp_path: Path) -> None:

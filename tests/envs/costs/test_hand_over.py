@@ -54,6 +54,16 @@ def test_hand_overs_are_measured_on_a_copy_of_the_model(training: bool) -> None:
     assert all(tensor.grad is None for tensor in now.values())
 
 
+def test_a_model_that_cannot_be_copied_has_no_time() -> None:
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Single:
+            raise RuntimeError("there is one only")
+
+    extraction = extract(Workload(Single(5, 3), (torch.randn(4, 5),), training=False))
+    [device] = discover(f"core:{CORES[0]}").devices
+    assert not profile_hand_over(extraction, [device])[device.kind].any()
+
+
 def test_the_time_depends_on_the_tensors_that_are_handed_over() -> None:
     first, same, larger = of(4, 5), of(4, 5), of(8, 5)
     assert hand_over_signature(first) == hand_over_signature(same)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster, Device
-from envs.hardware.core_sets import check_core_sets, core_runs
+from envs.hardware.core_sets import check_core_sets, core_runs, has_several_cores
 from envs.hardware.discover import core_set, cores_of
 from envs.placement_file import parse_placement
 from envs.replication import Replication
@@ -78,3 +78,11 @@ def test_names_of_sets_are_read_back(cores: set[int]) -> None:
 def test_a_set_of_another_host_has_no_cores_here() -> None:
     with pytest.raises(ValueError, match="there is no device n1:core:0"):
         cores_of("n1:core:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [("core:0", False), ("n1:core:7", False), ("core:0-3", True), ("core:0+2", True)],
+)
+def test_a_set_of_several_cores_is_known_by_its_name(name: str, several: bool) -> None:
+    assert has_several_cores(name) is several
