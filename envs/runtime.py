@@ -25,7 +25,7 @@ from graphs.text import suggestion
 if TYPE_CHECKING:
     import torch
 
-    from envs.costs.cached_costs import MeasuredCosts, OpCosts
+    from envs.costs.cached_costs import StepCosts
     from envs.costs.calibrate import Calibration
     from envs.executors.cores.placed_model import PlacedModel
     from envs.executors.hooks.hooked_module import HookedModule
@@ -48,14 +48,14 @@ class Runtime(Protocol):
 
     def costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
-    ) -> dict[str, OpCosts]:
-        """Return the costs of the nodes of the graph, {device kind: costs}, measured or cached.
+    ) -> StepCosts:
+        """Return the costs of the nodes of the graph and of the hand-over, measured or cached.
 
         ``fresh`` ignores the cache but still stores the new measurements.
         """
         ...
 
-    def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
+    def known_costs(self, cluster: Cluster) -> StepCosts | None:
         """Return the cached costs, or None if any would have to be measured."""
         ...
 
@@ -64,10 +64,6 @@ class Runtime(Protocol):
 
         They were fitted to measured steps of the problem that these costs made.
         """
-        ...
-
-    def hand_over_costs(self, cluster: Cluster) -> MeasuredCosts | None:
-        """Return the cost of a step beside its ops and transfers, as of one op; None: nothing."""
         ...
 
     def planned(self, cluster: Cluster) -> Cluster:
@@ -180,17 +176,7 @@ def costed(
     progress: ProgressCallback | None = None,
 ) -> nx.DiGraph[str]:
     """Return a copy of ``graph``, which has the nodes of the runtime's, with costs."""
-    from envs.costs.cached_costs import first_of_kinds, with_op_costs
-
-    whole = with_op_costs(graph, runtime.costs(cluster, fresh=fresh, progress=progress))
-    costs = runtime.hand_over_costs(cluster)
-    one = {} if costs is None else costs.costs(first_of_kinds(cluster.devices[:1]), fresh=fresh)
-    return _with_hand_over(whole, one)
-
-
-def _with_hand_over(graph: nx.DiGraph[str], costs: Mapping[str, OpCosts]) -> nx.DiGraph[str]:
-    graph.graph["hand_over_s"] = sum(float(cost.cost_s[0]) for cost in costs.values())
-    return graph
+    return runtime.costs(cluster, fresh=fresh, progress=progress).added_to(graph)
 
 
 def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
@@ -202,17 +188,11 @@ def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
 
 def known_problem(runtime: Runtime, cluster: Cluster) -> Problem | None:
     """Return the problem from the cache; None if anything would have to be measured."""
-    from envs.costs.cached_costs import first_of_kinds, with_op_costs
-
     if (before := calibrated_before(cluster)) is None:
         return None
     if (costs := runtime.known_costs(before)) is None:
         return None
-    handed = runtime.hand_over_costs(before)
-    one = {} if handed is None else handed.known(first_of_kinds(before.devices[:1]))
-    if one is None:
-        return None
-    graph = _with_hand_over(with_op_costs(runtime.graph, costs), one)
+    graph = costs.added_to(runtime.graph)
     return Problem.of(GraphArrays.from_graph(graph), runtime.planned(before))
 
 

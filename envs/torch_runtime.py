@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from envs.backend import ProgressCallback
-from envs.costs.cached_costs import OpCosts, first_of_kinds
+from envs.costs.cached_costs import StepCosts, first_of_kinds
 from envs.costs.calls import call_costs
 from envs.costs.modules import torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
@@ -78,29 +78,30 @@ class TorchRuntime:
 
     def costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
-    ) -> dict[str, OpCosts]:
-        """Return the costs of calls alone, or of modules in context, which are never cached."""
+    ) -> StepCosts:
+        """Return the costs of calls alone, or of modules in context, which are never cached.
+
+        Nothing is handed over: the step runs in this process.
+        """
         cluster = _without_issued_launches(cluster)
         if self.call_graph is None:
-            return torch_module_costs(self.extraction, cluster, progress=progress)
+            return StepCosts(ops=torch_module_costs(self.extraction, cluster, progress=progress))
         costs = call_costs(self.extraction, self.call_graph, progress)
-        return costs.costs(first_of_kinds(cluster.devices), fresh=fresh)
+        return StepCosts(ops=costs.costs(first_of_kinds(cluster.devices), fresh=fresh))
 
-    def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
+    def known_costs(self, cluster: Cluster) -> StepCosts | None:
         """Return the cached costs of the calls, None unless all are cached."""
         if self.call_graph is None:
             return None
         costs = call_costs(self.extraction, self.call_graph)
-        return costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
+        ops = costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
+        return None if ops is None else StepCosts(ops=ops)
 
     def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
         """Keep factors of the costs of calls."""
         if self.call_graph is not None:
             costs = call_costs(self.extraction, self.call_graph)
             costs.keep_factors(first_of_kinds(cluster.devices), factors)
-
-    def hand_over_costs(self, cluster: Cluster) -> None:
-        """Return None: the step runs in this process."""
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.

@@ -14,7 +14,7 @@ from envs.core_runtime.executor import (
     runs_unplaced,
     unplaced_device,
 )
-from envs.costs.cached_costs import MeasuredCosts, OpCosts, first_of_kinds
+from envs.costs.cached_costs import MeasuredCosts, OpCosts, StepCosts, first_of_kinds
 from envs.costs.hand_over import hand_over_costs
 from envs.costs.ops import core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
@@ -53,8 +53,17 @@ class CoreRuntime:
 
     def costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
+    ) -> StepCosts:
+        """Return the costs of ops and of the hand-over, measured by the workers or cached."""
+        ops = self.op_costs(cluster, fresh=fresh, progress=progress)
+        handed, first = self._hand_over(cluster), first_of_kinds(cluster.devices[:1])
+        one = {} if handed is None else handed.costs(first, fresh=fresh)
+        return StepCosts(ops=ops, hand_over_s=_seconds(one))
+
+    def op_costs(
+        self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
     ) -> dict[str, OpCosts]:
-        """Return costs measured in context by the workers, or cached ones.
+        """Return the costs of ops, {device kind: costs}, measured in context or cached.
 
         Kinds without a core set on this machine get a roofline estimate from their rates.
         """
@@ -69,11 +78,14 @@ class CoreRuntime:
             costs[kind] = OpCosts.of_one_source(cost_s, SOURCE)
         return costs
 
-    def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
-        """Return the cached costs on cores of this machine, None unless all ops are cached."""
+    def known_costs(self, cluster: Cluster) -> StepCosts | None:
+        """Return the cached costs on cores of this machine, None unless all are cached."""
         beside, unplaced = self._at_once(cluster), runs_unplaced(cluster.names)
         costs = core_costs(self.extraction, beside=beside, unplaced=unplaced)
-        return costs.known(first_of_kinds(cluster.devices))
+        ops = costs.known(first_of_kinds(cluster.devices))
+        handed, first = self._hand_over(cluster), first_of_kinds(cluster.devices[:1])
+        one = {} if handed is None else handed.known(first)
+        return None if ops is None or one is None else StepCosts(ops=ops, hand_over_s=_seconds(one))
 
     def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
         """Keep factors of costs on cores of this machine, or of the unplaced model there."""
@@ -89,7 +101,7 @@ class CoreRuntime:
         held_bytes += max(node["output_bytes"] + node["workspace_bytes"] for node in nodes)
         return cores if all(held_bytes <= core.memory_bytes for core in cores) else []
 
-    def hand_over_costs(self, cluster: Cluster) -> MeasuredCosts | None:
+    def _hand_over(self, cluster: Cluster) -> MeasuredCosts | None:
         """Return the cost of handing over a step; None where devices are elsewhere, or unplaced."""
         handed = self.runs and all(map(is_local_core_set, cluster.names))
         if not handed or runs_unplaced(cluster.names):
@@ -151,6 +163,11 @@ class CoreRuntime:
             return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
+
+
+def _seconds(costs: Mapping[str, OpCosts]) -> float:
+    """Return the seconds of the only op of costs; 0 without costs."""
+    return sum(float(each.cost_s[0]) for each in costs.values())
 
 
 def rounds_for(step_s: float) -> int:

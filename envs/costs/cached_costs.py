@@ -39,6 +39,20 @@ class OpCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Costs of a step: of its ops, {device kind: costs}, and of handing it over to workers."""
+
+    ops: Mapping[str, OpCosts]
+    hand_over_s: float = 0.0
+
+    def added_to(self, graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
+        """Return a copy of the graph of the step with these costs."""
+        costed = with_op_costs(graph, self.ops)
+        costed.graph["hand_over_s"] = self.hand_over_s
+        return costed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
     """Costs of the ops of one step, from the cache or measured now; see :mod:`envs.costs.cache`.
 

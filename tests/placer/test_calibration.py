@@ -18,6 +18,7 @@ from envs.core_runtime import CoreRuntime
 from envs.costs.cache import CostCache, Session
 from envs.costs.cached_costs import conditions_of
 from envs.costs.factors import CLASSES, FITTED
+from envs.costs.hand_over import hand_over_signature
 from envs.costs.ops import op_signatures
 from envs.executors.cores.errors import WorkerError
 from envs.hardware.cluster import Cluster, Device, Link
@@ -220,13 +221,12 @@ def test_fitted_costs_are_kept_with_the_costs_of_the_step(
     cluster = Cluster(name="two cores", devices=devices, links=(link,))
     extraction = extract(workload)
     signatures = op_signatures(extraction.program)
-    costs_s = dict.fromkeys(signatures, 1e-3)
+    costs_s = {**dict.fromkeys(signatures, 1e-3), hand_over_signature(extraction): 0.0}
     for kind in ("core", "core*2", "core, 2 at once"):
         session = Session(cost_s=costs_s, runs=5, spread=0.0, measured="2026-01-01")
         conditions = replace(conditions_of(devices[0]), kind=kind)
         CostCache().store(conditions, session)
     runtime = runtime_for(extraction, cluster)
-    monkeypatch.setattr(CoreRuntime, "hand_over_costs", lambda *_: None)  # measured, so noisy
     plain = Problem.of(GraphArrays.from_graph(costed(runtime, runtime.graph, cluster)), cluster)
     slow = scaled_problem(plain, {"core": dict.fromkeys(CLASSES, 1.3)})
     monkeypatch.setattr(CoreRuntime, "backend", lambda *_, **__: Stopwatch(slow))

@@ -219,8 +219,8 @@ def test_costs_on_a_host_are_whole_times_but_those_of_the_cpu() -> None:
     launched = tuple(replace(device, launch_s=100.0) for device in cluster.devices)
     cluster = replace(cluster, devices=launched)
     runtime = TorchRuntime(extract(tiny_models.conv_net()), cluster)
-    costs = runtime.costs(cluster)
+    costs = runtime.costs(cluster).ops
     accelerator, cpu = (costs[device.kind].cost_s for device in cluster.devices)
     assert accelerator.max() > 0 == cpu.max()
-    apart = runtime.costs(replace(cluster, hosts=()))
+    apart = runtime.costs(replace(cluster, hosts=())).ops
     assert apart[cluster.devices[0].kind].cost_s.max() == 0

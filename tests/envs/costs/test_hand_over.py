@@ -14,7 +14,7 @@ from torch import nn
 from envs.core_runtime import CoreRuntime
 from envs.costs.cache import CostCache, Session
 from envs.costs.cached_costs import conditions_of, first_of_kinds
-from envs.costs.hand_over import hand_over_signature, profile_hand_over
+from envs.costs.hand_over import hand_over_costs, hand_over_signature, profile_hand_over
 from envs.executors.cores.pool import LEAD_NS
 from envs.hardware.discover import discover
 from envs.placement import Placement
@@ -81,8 +81,7 @@ def test_the_cached_time_belongs_to_the_graph_of_workers_only(
     runtime = CoreRuntime(extraction, cluster)
     unplaced = runtime.unplaced(cluster)
     assert unplaced is not None
-    costs = runtime.hand_over_costs(cluster)
-    assert costs is not None
+    costs = hand_over_costs(extraction)
     assert costs.known(first_of_kinds(cluster.devices)) is None
     session = Session(
         cost_s={hand_over_signature(extraction): 0.25}, runs=5, spread=0.0, measured="2026-01-31"
@@ -92,10 +91,14 @@ def test_the_cached_time_belongs_to_the_graph_of_workers_only(
     graph = costed(runtime, runtime.graph, cluster)
     assert GraphArrays.from_graph(graph).hand_over_s == 0.25
     assert GraphArrays.from_graph(costed(runtime, graph, unplaced)).hand_over_s == 0.0
+    known = runtime.known_costs(cluster)
+    assert known is not None
+    assert known.hand_over_s == 0.25
+    rates = {"peak_flop_per_s": 1e12, "bandwidth_bytes_per_s": 1e11}
     elsewhere = replace(
-        cluster, devices=tuple(replace(d, name=f"far/{d.name}") for d in cluster.devices)
+        cluster, devices=tuple(replace(d, name=f"far/{d.name}", **rates) for d in cluster.devices)
     )
-    assert runtime.hand_over_costs(elsewhere) is None
+    assert runtime.costs(elsewhere).hand_over_s == 0.0
 
 
 def test_predictions_and_bounds_include_it_once() -> None:

@@ -23,6 +23,7 @@ from envs.costs.cached_costs import (
     session_of,
     with_op_costs,
 )
+from envs.costs.hand_over import hand_over_signature
 from envs.costs.ops import op_signatures, profile_runs
 from envs.costs.roofline import check_cluster
 from envs.hardware.cluster import Cluster, Device
@@ -63,7 +64,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def op_costs(
     extraction: Extraction, cluster: Cluster, *, fresh: bool = False
 ) -> dict[str, OpCosts]:
-    return CoreRuntime(extraction, cluster).costs(cluster, fresh=fresh)
+    return CoreRuntime(extraction, cluster).op_costs(cluster, fresh=fresh)
 
 
 def of(model: nn.Module, *shape: int) -> Extraction:
@@ -345,10 +346,14 @@ def test_cores_that_the_step_may_not_fit_on_do_not_run_it_at_once(cache: CostCac
         roomy, devices=tuple(replace(device, memory_bytes=100) for device in roomy.devices)
     )
     session = Session(
-        cost_s=dict.fromkeys(signatures, 1.0), runs=5, spread=0.0, measured="2026-01-01"
+        cost_s=dict.fromkeys([*signatures, hand_over_signature(extraction)], 1.0),
+        runs=5,
+        spread=0.0,
+        measured="2026-01-01",
     )
     cache.store(conditions_of(roomy.devices[0]), session)
     assert CoreRuntime(extraction, roomy).known_costs(roomy) is None
     known = CoreRuntime(extraction, small).known_costs(small)
     assert known is not None
-    assert known["core"].loaded_s is None
+    assert known.ops["core"].loaded_s is None
+    assert known.hand_over_s == 1.0
