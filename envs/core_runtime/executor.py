@@ -127,9 +127,7 @@ class CoreExecutor:
         for tensor in step.named_state().values():
             tensor.grad = None
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
-        handed.begin(step.step_inputs, step.keywords)
-        run = pool.run(number)
-        handed.end()
+        _, run = handed.step(lambda: pool.run(number), step.step_inputs, step.keywords)
         return TimedStep(
             wall_s=time.perf_counter() - start_s,
             cpu_clock_s=time.thread_time()

@@ -71,9 +71,7 @@ def _hand_overs_s(extraction: Extraction, device: Device) -> NDArray[np.float64]
             for tensor in step.named_state().values():
                 tensor.grad = None
             start_s = time.thread_time()
-            handed.begin(step.step_inputs, step.keywords)
-            pool.run(number)
-            handed.end()
+            handed.step(lambda: pool.run(number), step.step_inputs, step.keywords)
             return time.thread_time() - start_s + LEAD_NS * 1e-9
 
         once()

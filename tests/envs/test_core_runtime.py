@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,27 +281,27 @@ def test_ops_that_start_at_once_run_after_what_they_read() -> None:
 def test_a_measured_step_is_handed_over_like_a_placed_one(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
-    ended: list[list[bool]] = []
-    begin, end = HandOver.begin, HandOver.end
+    threads: list[int] = []
+    cleared: list[bool] = []
+    step = HandOver.step
 
-    def begins(handed: HandOver, *batch: Any) -> None:
-        begun.append(torch.get_num_threads())
-        begin(handed, *batch)
+    def watched(handed: HandOver, run: Callable[[], Any], *batch: Any) -> tuple[Any, Any]:
+        def running() -> Any:
+            threads.append(torch.get_num_threads())
+            before = handed._step.named_state()
+            cleared.extend(tensor.grad is None for tensor in before.values())
+            return run()
 
-    def ends(handed: HandOver) -> Any:
-        before = handed._step.named_state()
-        ended.append([tensor.grad is None for tensor in before.values()])
-        loss = end(handed)
+        loss, ran = step(handed, running, *batch)
         assert loss.shape == ()
-        return loss
+        return loss, ran
 
-    monkeypatch.setattr(HandOver, "begin", begins)
-    monkeypatch.setattr(HandOver, "end", ends)
+    monkeypatch.setattr(HandOver, "step", watched)
     [seen] = measurements(backend.evaluate(candidates(backend.problem)[1:2]))
     assert seen.ok
-    assert len(begun) == len(ended) > backend.rounds
-    assert all(map(all, ended)), "gradients of the step before are gone"
+    assert len(threads) > backend.rounds
+    assert set(threads) == {1}
+    assert all(cleared), "gradients of the step before are gone"
     assert isinstance(backend.executor, CoreExecutor)
     own = backend.executor.extraction.step.named_state()
     assert all(tensor.grad is None for tensor in own.values())

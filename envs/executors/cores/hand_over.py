@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -14,11 +14,14 @@ from envs.executors.state_devices import STATE_ROLES
 from graphs.extract import Workload
 from graphs.extract.export.trace import Position
 
+Ran = TypeVar("Ran")
+
 
 class HandOver:
     """The part of a step in the model's process, before and after the workers run.
 
-    It computes on one thread: torch's others would wait for more work on the cores of the workers.
+    In a step this process computes on one thread: torch's others would wait for more work on the
+    cores of the workers.
     """
 
     def __init__(self, arena: Arena, step: Workload, outputs: Any) -> None:
@@ -72,41 +75,48 @@ class HandOver:
             tensor.data = slot
         self._state = state
 
-    def begin(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Hand over a batch and the state; the step can then be run.
+    def step(
+        self, run: Callable[[], Ran], inputs: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple[Any, Ran]:
+        """Hand over a batch and the state, call ``run``, and take state, gradients and outputs.
+
+        Returns the outputs, and what ``run`` returned.
 
         Raises:
             ValueError: the batch does not match the example inputs, or as for :meth:`share`.
         """
         with with_threads(1):
-            load_batch(self._arena, self._step, inputs, keywords)
-            self.share()
-            self._keep_gradients(self._state)
-            count_update(self._arena)
+            self._begin(inputs, keywords)
+            ran = run()
+            return self._end(), ran
+
+    def _begin(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        load_batch(self._arena, self._step, inputs, keywords)
+        self.share()
+        self._keep_gradients(self._state)
+        count_update(self._arena)
 
     @torch.no_grad()
-    def end(self) -> Any:
-        """Take the results of the step: state, gradients, and the outputs, which are returned."""
+    def _end(self) -> Any:
         outputs: dict[int, torch.Tensor] = {}
         changed: list[torch.Tensor] = []
         new: list[torch.Tensor] = []
-        with with_threads(1):
-            for result, shared in zip(self.program.results, self._results, strict=True):
-                match result.role:
-                    case "output":
-                        outputs[int(result.name)] = shared.clone()
-                    case "state":
-                        changed.append(self._state[result.name])
-                        new.append(shared)
-                    case "gradient":
-                        parameter = self._state[result.name]
-                        if parameter.grad is None:
-                            # The caller's own tensor: its .data may be replaced.
-                            parameter.grad = shared.detach()
-                        else:
-                            parameter.grad.add_(shared)
-            if changed:
-                torch._foreach_copy_(changed, new)
+        for result, shared in zip(self.program.results, self._results, strict=True):
+            match result.role:
+                case "output":
+                    outputs[int(result.name)] = shared.clone()
+                case "state":
+                    changed.append(self._state[result.name])
+                    new.append(shared)
+                case "gradient":
+                    parameter = self._state[result.name]
+                    if parameter.grad is None:
+                        # The caller's own tensor: its .data may be replaced.
+                        parameter.grad = shared.detach()
+                    else:
+                        parameter.grad.add_(shared)
+        if changed:
+            torch._foreach_copy_(changed, new)
         return tree_map(
             lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
             self._outputs,

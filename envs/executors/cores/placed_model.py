@@ -104,9 +104,9 @@ class PlacedModel:
         """
         if self._pool.closed or self._handed is None:
             raise WorkerError("the workers of this placed model have ended; place it again")
-        self._handed.begin(*unpacked(self._step, batch, keywords))
-        self._pool.run(self._number)
-        return self._handed.end()
+        positional, named = unpacked(self._step, batch, keywords)
+        outputs, _ = self._handed.step(lambda: self._pool.run(self._number), positional, named)
+        return outputs
 
     def peak_memory_bytes(self) -> dict[str, int]:
         """Return the peak resident memory of each device's worker so far, beyond its start.
