@@ -106,13 +106,13 @@ def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
     """Provide a fake second torch device and a quick calibration that is kept for one test."""
-    from envs import torch_runtime
     from envs.costs import torch_speeds
+    from envs.torch_runtime import executor
 
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
-    monkeypatch.setattr(torch_runtime, "TURN_S", 0.0)
+    monkeypatch.setattr(executor, "TURN_S", 0.0)
     if torch.cuda.is_available():
         if request.node.get_closest_marker("gpu") is None:
             pytest.skip("vdev would take CUDA's place")

@@ -19,7 +19,8 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated, costed
 from envs.simulator import INFEASIBLE_NS, Simulator
-from envs.torch_runtime import TorchExecutor, TorchRuntime, launch_order
+from envs.torch_runtime import TorchExecutor, TorchRuntime
+from envs.torch_runtime.runtime import launch_order
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.search.candidate import Candidate, Kind

@@ -27,7 +27,8 @@ from envs.measured import Failure, Measured, TimedStep
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
-from envs.torch_runtime import TorchExecutor, launch_order
+from envs.torch_runtime import TorchExecutor
+from envs.torch_runtime.runtime import launch_order
 from graphs.costs import with_costs
 from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph, module_map

@@ -25,7 +25,8 @@ from envs.costs.ops import node_signatures
 from envs.executors.torch import watchdog
 from envs.hardware.discover import discover
 from envs.problem import Problem
-from envs.torch_runtime import FRAGMENTED_SHARE, TorchRuntime
+from envs.torch_runtime import TorchRuntime
+from envs.torch_runtime.runtime import FRAGMENTED_SHARE
 from graphs.costs import with_costs
 from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph

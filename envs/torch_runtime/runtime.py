@@ -1,0 +1,168 @@
+"""The runtime of torch devices: this process runs exported calls, or the model's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from envs.backend import ProgressCallback
+from envs.costs.cached_costs import StepCosts, first_of_kinds
+from envs.costs.calls import call_costs
+from envs.costs.modules import torch_module_costs
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import present
+from envs.hardware.host import is_synchronous
+from envs.hardware.torch_devices import torch_device
+from envs.measured import Measured
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator.schedule import Schedule, issue_order, run_order
+from envs.torch_runtime.executor import TorchExecutor, placed_module
+from graphs.extract import Extraction
+from graphs.extract.placeable import CallGraph, gradient_makers, placeable
+from graphs.graph import GraphArrays
+
+DEFAULT_ROUNDS: Final = 7
+FRAGMENTED_SHARE: Final = 0.08
+"""Share of a device's memory lost in gaps between tensors; a guess, 5 to 15 % are usual."""
+LIBRARY_BYTES: Final = 96 << 20
+"""Scratch memory of cuBLAS (32 MiB on recent GPUs, for each of two streams) and cuDNN."""
+
+
+class TorchRuntime:
+    """The runtime of ``cuda:*`` and ``cpu``: every call can be placed, its backward runs with it.
+
+    Of a module graph, every module can be placed.
+    """
+
+    runs: bool = True
+
+    def __init__(self, extraction: Extraction, cluster: Cluster, *, overlap: bool = False) -> None:
+        self.extraction = extraction
+        self.calls = placeable(extraction)
+        self.call_graph = self.calls if isinstance(self.calls, CallGraph) else None
+        self.overlap = overlap
+        if overlap and self.call_graph is None:
+            raise ValueError(
+                "a placed graph of modules runs the model's own code, which waits for each tensor "
+                "that its hooks send: leave overlap out, it is for models that can be exported"
+            )
+        self.graph = self.calls.graph
+        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
+
+    def costs(
+        self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
+    ) -> StepCosts:
+        """Return the costs of calls alone, or of modules in context, which are never cached.
+
+        Nothing is handed over: the step runs in this process.
+        """
+        cluster = _without_issued_launches(cluster)
+        if self.call_graph is None:
+            return StepCosts(ops=torch_module_costs(self.extraction, cluster, progress=progress))
+        costs = call_costs(self.extraction, self.call_graph, progress)
+        return StepCosts(ops=costs.costs(first_of_kinds(cluster.devices), fresh=fresh))
+
+    def known_costs(self, cluster: Cluster) -> StepCosts | None:
+        """Return the cached costs of the calls, None unless all are cached."""
+        if self.call_graph is None:
+            return None
+        costs = call_costs(self.extraction, self.call_graph)
+        ops = costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
+        return None if ops is None else StepCosts(ops=ops)
+
+    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep factors of the costs of calls."""
+        if self.call_graph is not None:
+            costs = call_costs(self.extraction, self.call_graph)
+            costs.keep_factors(first_of_kinds(cluster.devices), factors)
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with some memory reserved for fragmentation and libraries.
+
+        Its hosts overlap copies if this runtime does. The context of a CUDA device is not reserved:
+        it is already allocated when free memory is queried.
+        """
+        devices = tuple(
+            replace(device, memory_bytes=_without_reserve_bytes(device))
+            for device in cluster.devices
+        )
+        hosts = tuple(replace(host, overlap=self.overlap) for host in cluster.hosts)
+        return replace(cluster, devices=devices, hosts=hosts)
+
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return the calls that compute the gradients of each call's parameters."""
+        return gradient_makers(self.extraction, self.call_graph)
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """Return ops by start time, those on the CPU by end time."""
+        return launch_order(problem, schedule)
+
+    def peak_memory_bytes(self, placement: Placement, order: Sequence[int]) -> None:
+        """Return None: devices report the memory of tensors, which the simulator predicts."""
+
+    def backend(
+        self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
+    ) -> Measured:
+        """Return a backend that runs a placed or hooked module in this process."""
+        executor = TorchExecutor(
+            self.extraction,
+            self.calls,
+            problem,
+            limits=self.limits,
+            timeout_s=600.0 + 300.0 * max(predicted_s, default=0.0),
+            overlap=self.overlap,
+        )
+        return Measured(executor, rounds=rounds or DEFAULT_ROUNDS)
+
+    def unplaced(self, cluster: Cluster) -> None:
+        """Return None: the unplaced model is the placement on one device."""
+
+    def apply(self, placement: Placement) -> PlacedModule | HookedModule:
+        """Return the placed module, or one whose own code runs between hooks."""
+        cluster = present(placement.device_names)
+        fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
+        devices = [torch_device(cluster.names[d]) for d in fitting.devices]
+        return placed_module(
+            self.extraction, self.calls, devices, fitting.priority, overlap=self.overlap
+        )
+
+
+def _without_issued_launches(cluster: Cluster) -> Cluster:
+    """Return the cluster without the launches that occupy the thread of a host.
+
+    Times of calls in a row are the longer of launch and work, so a device of a host is occupied for
+    the whole of it: the launch of the next call is made meanwhile.
+    """
+    issued = {name for host in cluster.hosts for name in host.devices}
+    devices = tuple(
+        replace(device, launch_s=0.0)
+        if device.name in issued and not is_synchronous(device.name, device.kind)
+        else device
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=devices)
+
+
+def _without_reserve_bytes(device: Device) -> int:
+    libraries = LIBRARY_BYTES if device.name.startswith("cuda") else 0
+    return max(int(device.memory_bytes * (1 - FRAGMENTED_SHARE)) - libraries, 0)
+
+
+def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
+    """Return all ops in the order in which one process should launch them.
+
+    Ops are ordered by simulated start, ops on the CPU by simulated end: an op on the CPU blocks
+    launches until it is done, so whatever accelerators do meanwhile must be launched before it.
+    With hosts the simulator has issued them in an order of its own.
+    """
+    if schedule.issued is not None:
+        return issue_order(problem, schedule)
+    on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
+    launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
+    return run_order(problem, launch_ns)
