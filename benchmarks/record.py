@@ -105,9 +105,9 @@ class Record:
         return ""
 
     def save(self) -> None:
-        """Write the file, if there is one."""
+        """Write the file, if there is one; values that JSON does not know as their text."""
         if self.out is not None:
-            write_whole(self.out, json.dumps(plain(self.data), indent=1) + "\n")
+            write_whole(self.out, json.dumps(plain(self.data), indent=1, default=str) + "\n")
 
     def say(self, text: str) -> None:
         """Print progress to standard error."""

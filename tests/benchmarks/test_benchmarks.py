@@ -80,6 +80,20 @@ def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path)
     assert record.failed == ["first"]
 
 
+def test_whatever_a_part_keeps_is_saved(tmp_path: Path) -> None:
+    def kept(found: dict[str, Any]) -> None:
+        found["array"] = np.array([[0.5, np.nan], [np.inf, 2.0]])
+        found["nested"] = {3: (np.arange(2, dtype=np.int32), np.float32(0.25), np.bool_(True))}
+        found["path"] = Path("folder/file")
+
+    record = Record(tmp_path / "found.json")
+    record.part("kept", kept)
+    part = json.loads((tmp_path / "found.json").read_text())["parts"]["kept"]
+    assert part["array"] == [[0.5, None], [None, 2.0]]
+    assert part["nested"] == {"3": [[0, 1], 0.25, True]}
+    assert part["path"] == "folder/file"
+
+
 def test_a_part_that_takes_longer_than_is_left_is_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
