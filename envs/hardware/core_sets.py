@@ -56,11 +56,13 @@ def core_runs(name: str) -> list[tuple[int, int]]:
         if low > high:
             raise ValueError(f"device {name} is empty: write the lower core first")
         if high > HIGHEST_CORE:
-            raise ValueError(f"device {name} names core {high}; no machine has that many")
+            raise ValueError(
+                f"device {name} names core {high}: no machine has that many, write a lower number"
+            )
         runs.append((low, high))
     runs.sort()
     if any(high >= low for (_, high), (low, _) in pairwise(runs)):
-        raise ValueError(f"device {name} names a core twice")
+        raise ValueError(f"device {name} names a core twice: write each core once")
     return runs
 
 
@@ -75,6 +77,6 @@ def check_core_sets(names: Iterable[str]) -> None:
         for (_, end, one), (core, _, other) in pairwise(of_host):
             if end >= core:
                 raise ValueError(
-                    f"devices {one} and {other} overlap in core {core}: every core can belong to "
-                    "one device only"
+                    f"devices {one} and {other} overlap in core {core}: a core belongs to one "
+                    "device only, so leave one of them out or write sets without common cores"
                 )

@@ -96,7 +96,8 @@ def _runs(plan: ReplicaPlan) -> Iterator[str]:
     if plan.is_busy:
         yield (
             "Other processes used the cores when plans were run: times are not those of a quiet "
-            "machine, and later predictions are not corrected by them."
+            "machine, and later predictions are not corrected by them; plan again when `placer "
+            "machine` says good."
         )
     elif plan.best.measured_s is not None:
         error = plan.best.measured_s / plan.best.step_s - 1

@@ -18,18 +18,18 @@ from envs.replication import Replication
 BAD_NAMES = [
     (("core:0-1", "core:0"), "core:0 and core:0-1 overlap in core 0"),
     (("core:5", "core:0-3", "core:7", "core:3-4"), "core:0-3 and core:3-4 overlap in core 3"),
-    (("core:0", "core:00"), "core:0 and core:00 overlap in core 0"),
+    (("core:0", "core:00"), "core 0: a core belongs to one device only, so leave one of them out"),
     (("n1:core:0-3", "n2:core:2", "n1:core:2"), "n1:core:0-3 and n1:core:2 overlap in core 2"),
     (("core:5-3", "core:0"), "device core:5-3 is empty: write the lower core first"),
     (("n1:core:5-3", "n1:core:0"), "device n1:core:5-3 is empty"),
-    (("core:0+0", "core:1"), "device core:0+0 names a core twice"),
+    (("core:0+0", "core:1"), "device core:0+0 names a core twice: write each core once"),
     (("core:0-2+1", "core:3"), "device core:0-2+1 names a core twice"),
     (("core:0-1-1", "core:2"), "there is no device 'core:0-1-1'; write core:N"),
     (("core:", "core:2"), "there is no device 'core:'"),
     (("core:0", "core:1+"), "there is no device 'core:1+'"),
     (("n1:core:x", "core:1"), "there is no device 'n1:core:x'"),
     (("core:٣", "core:1"), "there is no device 'core:٣'"),
-    (("core:0-99999999999", "core:1"), "no machine has that many"),
+    (("core:0-99999999999", "core:1"), "no machine has that many, write a lower number"),
 ]
 bad_names = pytest.mark.parametrize(("names", "message"), BAD_NAMES)
 

@@ -219,7 +219,8 @@ def test_a_plan_that_was_run_says_so_with_measured_numbers() -> None:
     assert verdict_of(plan).startswith("Nothing to gain: leave the model unplaced")
     assert plan.replicas.unplaced
     busy = remarks_of(replace(plan, is_busy=True))
-    assert any("Other processes" in remark for remark in busy)
+    [remark] = [remark for remark in busy if "Other processes" in remark]
+    assert "plan again when `placer machine` says good" in remark
 
 
 def test_a_plan_that_was_not_run_says_what_is_assumed() -> None:
