@@ -1,0 +1,77 @@
+"""The runs of an optimization: candidates that are run in turn on a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from envs.backend import Backend, measurements
+from envs.executors.cores.errors import WorkerError
+from envs.problem import Problem
+from placer.choose import choose, worth_running
+from placer.interrupt import Interrupt
+from placer.progress import Progress, counter
+from placer.search.candidate import Candidate, Kind
+
+if TYPE_CHECKING:
+    from envs.runtime import Runtime
+
+
+@dataclass(slots=True, kw_only=True)
+class CandidateRuns:
+    """Runs candidates on the devices of a runtime, or on the user's own backend."""
+
+    backend: Runtime | Backend
+    interrupt: Interrupt
+    progress: Progress
+
+    def best(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Run the best candidates and the best single devices; return all with measurements."""
+        chosen = worth_running(candidates, problem.cluster)
+        return self._run(problem, candidates, chosen) if chosen else list(candidates)
+
+    def further(
+        self, problem: Problem, before: list[Candidate], found: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Run the best of a second search beside the best of the first and the baselines.
+
+        Runs are only compared with runs of the same rounds: if these do not end, those of
+        ``before``, the candidates of the first search, count.
+        """
+        ran = [each for each in before if each.measurement and each.can_run]
+        several = [each for each in ran if not (each.is_single or each.is_unplaced)]
+        best = choose(several or ran)
+        always = (Kind.UNPLACED, Kind.WARM_START)
+        kept = [each for each in ran if each is best or each.is_single or each.kind in always]
+        both = [*(replace(each, name=f"{each.name}, fitted") for each in found), *kept]
+        try:
+            after = self._run(problem, both, range(len(both)))
+        except (WorkerError, OSError):
+            return before
+        if self.interrupt.requested:
+            return before
+        others = [each for each in before if each not in kept]
+        others = [replace(each, measurement=None) if each in ran else each for each in others]
+        return sorted([*after, *others], key=lambda each: each.predicted_s)
+
+    def _run(
+        self, problem: Problem, candidates: Sequence[Candidate], chosen: Sequence[int]
+    ) -> list[Candidate]:
+        """Run the chosen ones of some candidates in turn."""
+        placements = [candidates[i].placement for i in chosen]
+        advance = counter(self.progress)
+        if isinstance(self.backend, Backend):
+            results = self.backend.evaluate(placements, advance)
+            interrupted = getattr(self.backend, "interrupted", False)
+        else:
+            predicted_s = [candidates[i].predicted_s for i in chosen]
+            with self.backend.backend(problem, predicted_s) as measured:
+                results = measured.evaluate(placements, advance)
+                interrupted = measured.interrupted
+        self.interrupt.requested |= interrupted
+        after = list(candidates)
+        for i, measurement in zip(chosen, measurements(results), strict=True):
+            if measurement.counts:
+                after[i] = replace(candidates[i], measurement=measurement)
+        return after

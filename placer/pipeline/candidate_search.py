@@ -1,0 +1,133 @@
+"""The search of an optimization: candidates, with predictions of how they will be run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import networkx as nx
+import numpy as np
+
+from envs.placement import MadeBy, Placement
+from envs.problem import Problem
+from envs.simulator import Simulated
+from envs.simulator.fitting import grouped_problem
+from envs.simulator.schedule import issue_order, repeats
+from graphs.coarsen.groups import Coarsened, coarsen
+from placer.interrupt import Interrupt
+from placer.job import SearchConfig
+from placer.progress import Progress
+from placer.search.candidate import Candidate, Kind
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from placer.search.request import SearchRequest, SearchTrace
+from placer.startup import VERSION
+
+if TYPE_CHECKING:
+    from envs.runtime import Runtime
+
+
+def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
+    """Return the ops merged into groups, None if the search asks for none."""
+    return None if search.groups is None else coarsen(graph, most_groups=search.groups)
+
+
+@dataclass(slots=True, kw_only=True)
+class CandidateSearch:
+    """Searches placements, and predicts each as the placement that gives its simulated order."""
+
+    config: SearchConfig
+    interrupt: Interrupt
+    progress: Progress
+    coarse: Coarsened | None = None  # groups of ops to place; None: single ops
+    warm_start: Placement | None = None
+    runtime: Runtime | None = None  # of devices that are all on this machine
+    duration_s: float = 0.0  # of all searches so far
+
+    def candidates(
+        self, problem: Problem, search_trace: SearchTrace, share: float = 1.0
+    ) -> list[Candidate]:
+        """Return the predicted candidates of a search with a share of the budget."""
+        began = time.perf_counter()
+        config, searched = self.config, problem
+        if self.coarse is not None:
+            searched = grouped_problem(self.coarse, problem)
+        request = SearchRequest(
+            searched,
+            config.budget.part(share),
+            seed=config.seed,
+            progress=self.progress.advance,
+            should_stop=self.interrupt.asked,
+            search_trace=search_trace,
+        )
+        with self.interrupt.polled():
+            candidates = config.objective.search(request, config.placer)
+            if self.coarse is not None:
+                candidates = [_expanded(candidate, self.coarse) for candidate in candidates]
+                candidates += _by_op(problem)  # groups may exclude good placements
+            if self.warm_start is not None:
+                candidates.append(
+                    Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
+                )
+            simulated = Simulated(problem)
+            predicted = [self._predicted(candidate, simulated) for candidate in candidates]
+        self.duration_s += time.perf_counter() - began
+        return predicted
+
+    def unplaced(self, problem: Problem | None) -> list[Candidate]:
+        """Return the unplaced model, whose problem has one device, if it can be run."""
+        if problem is None:
+            return []
+        order = -np.arange(problem.op_count, dtype=np.float64)
+        candidate = Evaluator(problem).candidate(
+            Kind.UNPLACED, np.zeros(len(order), np.int32), order
+        )
+        return [self._predicted(candidate, Simulated(problem))]
+
+    def predicted_again(self, candidate: Candidate, problem: Problem) -> Candidate:
+        """Return a candidate of an earlier search with its prediction by other costs."""
+        prediction = self.config.objective.predict(Simulated(problem), candidate.placement)
+        prediction = replace(prediction, peak_memory_bytes=candidate.peak_memory_bytes)
+        return replace(candidate, prediction=prediction, bound_ns=None)
+
+    def _predicted(self, candidate: Candidate, simulated: Simulated) -> Candidate:
+        """Return a candidate with its prediction, as a placement that gives the simulated order."""
+        problem, objective = simulated.problem, self.config.objective
+        schedule = simulated.simulator.run(candidate.devices, candidate.priority, transfers=False)
+        if self.runtime is None:
+            order = issue_order(problem, schedule)
+        else:
+            order = self.runtime.order(problem, schedule)
+        priority = np.empty(problem.op_count)
+        priority[order] = np.arange(problem.op_count, 0, -1)
+        made_by = MadeBy(
+            placer=candidate.name,
+            seed=self.config.seed,
+            budget=str(self.config.budget),
+            version=VERSION,
+        )
+        placement = replace(
+            Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
+            objective=objective.name,
+            micro_batches=objective.micro_batches,
+            in_flight=objective.in_flight,
+        )
+        is_known = objective.micro_batches == 1 and repeats(problem, schedule, priority)
+        prediction = objective.predict(simulated, placement, schedule if is_known else None)
+        if self.runtime is not None and np.isfinite(prediction.objective_s):
+            peaks = self.runtime.peak_memory_bytes(placement, order) or prediction.peak_memory_bytes
+            prediction = replace(prediction, peak_memory_bytes=peaks)
+        return replace(candidate, prediction=prediction)
+
+
+def _by_op(problem: Problem) -> list[Candidate]:
+    candidates = heuristics(Evaluator(problem))
+    schedulers = [each for each in candidates if each.kind in (Kind.HEFT, Kind.ETF)]
+    return [replace(each, name=f"{each.name} by op") for each in schedulers]
+
+
+def _expanded(candidate: Candidate, coarse: Coarsened) -> Candidate:
+    """Return a candidate for groups as one for their ops; its bound does not carry over."""
+    devices, priority = coarse.expand(candidate.devices, candidate.priority)
+    return replace(candidate, devices=devices, priority=priority, bound_ns=None)

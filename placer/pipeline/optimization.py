@@ -1,0 +1,213 @@
+"""One optimization: its stages from the costs of a step to the result.
+
+From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers cannot
+be started, the prediction decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from envs.backend import Backend
+from envs.compiled import loading_stage
+from envs.costs.factors import fitted_source
+from envs.executors.cores.errors import WorkerError
+from envs.problem import Problem
+from envs.simulator.bounds import missing_link
+from envs.simulator.reasons import memory_shortfall
+from graphs.coarsen.groups import Coarsened
+from placer.choose import PlacementError, choose, overfull, worth_running, worth_running_too
+from placer.evaluation import costed_step, unplaced_problem
+from placer.interrupt import Interrupt
+from placer.job import Job, SearchConfig
+from placer.pipeline.calibration import calibration_of
+from placer.pipeline.candidate_runs import CandidateRuns
+from placer.pipeline.candidate_search import CandidateSearch, grouped
+from placer.progress import Progress, Silent
+from placer.result import Result
+from placer.search.candidate import Candidate
+from placer.search.compilation import load_compiled_code
+from placer.search.request import SearchTrace
+
+if TYPE_CHECKING:
+    from envs.runtime import Runtime
+    from graphs.extract import Extraction
+
+SMALLER: Final = (0.85, 0.7)
+"""Shares of device memory to search with, in turn, if candidates run out of memory."""
+REPEATED: Final = 1 / 3
+"""Share of the search budget that is kept for a search with fitted costs, if candidates are run."""
+
+
+def optimize_job(job: Job, progress: Progress | None = None) -> Result:
+    """Place the step of a workload, or a graph with known costs.
+
+    If all devices of a workload are on this machine, the best candidates are run; otherwise the
+    simulated step time decides.
+    """
+    progress = progress or Silent()
+    with Interrupt() as interrupt:
+        step = costed_step(job, progress)
+        search = CandidateSearch(
+            config=job.search,
+            interrupt=interrupt,
+            progress=progress,
+            coarse=grouped(step.graph, job.search),
+            warm_start=step.warm_start,
+            runtime=step.runtime if step.can_run else None,
+        )
+        return _Optimization(
+            problem=step.problem,
+            search=search,
+            unplaced=unplaced_problem(step, job, progress),
+            extraction=step.extraction,
+            cost_source=step.graph.graph["cost_source"],
+        ).run()
+
+
+def optimize_problem(
+    problem: Problem,
+    search: SearchConfig,
+    progress: Progress | None = None,
+    *,
+    coarse: Coarsened | None = None,
+) -> Result:
+    """Place the ops of a problem, or groups of them; nothing is run."""
+    with Interrupt() as interrupt:
+        of_problem = CandidateSearch(
+            config=search, interrupt=interrupt, progress=progress or Silent(), coarse=coarse
+        )
+        return _Optimization(problem=problem, search=of_problem).run()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Optimization:
+    """One optimization: its inputs, then its results so far."""
+
+    problem: Problem
+    search: CandidateSearch
+    unplaced: Problem | None = None  # of the same step on the one device of the unplaced model
+    extraction: Extraction | None = None
+    cost_source: Mapping[str, str] = field(default_factory=dict)
+    candidates: list[Candidate] = field(default_factory=list)
+    bounds_s: list[float] = field(default_factory=list)  # proved by the search
+    search_trace: SearchTrace = field(default_factory=SearchTrace)
+    mispredicted: Candidate | None = None
+    trouble: str = ""
+
+    def run(self) -> Result:
+        """Search, run the best candidates where something can run them, and choose."""
+        if reason := memory_shortfall(self.problem):
+            raise PlacementError(f"The model fits nowhere: {reason}.")
+        if reason := missing_link(self.problem):
+            raise PlacementError(f"The model runs nowhere: {reason}.")
+        progress, interrupt, backend = self.search.progress, self.search.interrupt, self._backend
+        progress.stage(loading_stage())
+        load_compiled_code()
+        began = time.perf_counter()
+        try:
+            progress.stage("Searching placements")
+            share = 1.0 if backend is None else 1.0 - REPEATED
+            found = self.search.candidates(self.problem, self.search_trace, share)
+            self.candidates = found + self.search.unplaced(self.unplaced)
+            self.bounds_s = _bounds_s(self.candidates)
+            if backend is not None and not interrupt.requested:
+                self._measure(
+                    CandidateRuns(backend=backend, interrupt=interrupt, progress=progress)
+                )
+        except KeyboardInterrupt:
+            interrupt.requested = True
+            if not self.candidates:
+                raise
+        except (WorkerError, OSError) as error:
+            if not self.candidates:
+                raise
+            self.trouble = str(error)
+        with interrupt.polled():
+            return self._result(time.perf_counter() - began - self.search.duration_s)
+
+    @property
+    def _backend(self) -> Runtime | Backend | None:
+        """Return the backend of the best candidates; None if the prediction decides."""
+        config = self.search.config
+        if config.backend is not None:
+            return config.backend
+        return self.search.runtime if config.measure else None
+
+    def _measure(self, runs: CandidateRuns) -> None:
+        """Run the best candidates; fit costs to the runs, or try with less memory."""
+        self.search.progress.stage("Running the best for real")
+        self.candidates = runs.best(self.problem, self.candidates)
+        if overfull(self.candidates):
+            self._use_less_memory(runs)
+        elif not self.search.interrupt.requested:
+            self._calibrate(runs)
+
+    def _use_less_memory(self, runs: CandidateRuns) -> None:
+        """Search again with less memory while the best candidates run out of it."""
+        search = self.search
+        for share in SMALLER:
+            if search.interrupt.requested or not overfull(self.candidates):
+                return
+            search.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
+            smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
+            candidates = search.candidates(smaller, search_trace) + search.unplaced(self.unplaced)
+            if not worth_running(candidates, smaller.cluster):
+                return
+            # Runs are only compared with runs of the same rounds.
+            failed = [each for each in self.candidates if each.failure]
+            self.candidates = [*runs.best(smaller, candidates), *failed]
+            self.search_trace = search_trace
+
+    def _calibrate(self, runs: CandidateRuns) -> None:
+        """Fit op costs to the runs; where predictions were off, search again with fitted costs."""
+        search = self.search
+        runtime = search.runtime if search.config.backend is None else None
+        fit = calibration_of(self.candidates, self.problem, self.unplaced, runtime)
+        if fit is None:
+            return
+        search.progress.stage("Predictions were off: searching again with fitted costs")
+        found = search.candidates(fit.problem, search_trace := SearchTrace(), REPEATED)
+        before = [search.predicted_again(each, fit.problem_of(each)) for each in self.candidates]
+        self.problem, self.unplaced, self.candidates = fit.problem, fit.unplaced, before
+        self.mispredicted, self.bounds_s = fit.mispredicted, _bounds_s(found)
+        further = worth_running_too(found, before)
+        if further and not search.interrupt.requested:
+            search.progress.stage("Running the best of them for real")
+            self.candidates = runs.further(self.problem, before, further)
+            self.search_trace = search_trace
+
+    def _result(self, measuring_s: float) -> Result:
+        best, search = choose(self.candidates), self.search
+        bound_s = search.config.objective.lower_bound_s(self.problem)
+        hand_over_s = self.problem.graph.hand_over_s  # what searches prove is without it
+        return Result(
+            placement=best.placement,
+            problem=self.unplaced if best.is_unplaced and self.unplaced else self.problem,
+            candidates=tuple(self.candidates),
+            best=best,
+            lower_bound_s=max(bound_s, *(each + hand_over_s for each in self.bounds_s), 0.0),
+            search_s=search.duration_s,
+            measuring_s=0.0 if self._backend is None else measuring_s,
+            stopped=search.interrupt.requested,
+            extraction=self.extraction,
+            cost_source=self.cost_source
+            if self.mispredicted is None
+            else {kind: fitted_source(text) for kind, text in self.cost_source.items()},
+            mispredicted=self.mispredicted,
+            search_trace=self.search_trace,
+            trouble=self.trouble,
+        ).with_times()
+
+
+def _with_less_memory(problem: Problem, share: float) -> Problem:
+    own = problem.cluster.devices
+    devices = tuple(replace(each, memory_bytes=int(each.memory_bytes * share)) for each in own)
+    return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
+
+
+def _bounds_s(candidates: Sequence[Candidate]) -> list[float]:
+    return [each.bound_s for each in candidates if each.bound_s is not None]
