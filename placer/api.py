@@ -15,10 +15,10 @@ import networkx as nx
 
 from envs.costs.roofline import cluster_of
 from graphs.extract import AUTO
+from placer.costed_step import costed_step
 from placer.evaluation import (
     Evaluation,
     check_backend,
-    costed_step,
     evaluate_job,
     evaluate_result,
     evaluation_job,

@@ -1,18 +1,12 @@
-"""Steps with their op costs, ready to search, and the step time of an existing placement.
-
-:func:`costed_step` is the way from a job to its graph with costs, for all commands and functions.
-"""
+"""The step time of an existing placement, simulated or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import networkx as nx
 import numpy as np
 
 from envs.backend import Backend, StepResult
@@ -22,123 +16,29 @@ from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.runtime import costed, runtime_for, simulated_result
+from envs.runtime import runtime_for, simulated_result
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.critical_path import critical_path, critical_path_to_list
 from envs.simulator.max_load import max_load_ns
 from graphs.extract import AUTO
-from graphs.graph import GraphArrays
 from graphs.text import suggestion
+from placer.costed_step import costed_step
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.messages import no_hand_over
 from placer.progress import Progress, Silent, counter
 from placer.result import Result
 from placer.search.candidate import Kind
-from placer.search.compilation import compiled_beside, load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.objectives import Objective
-from placer.warm_start import WarmStart, check_here, placement_of, warm_start_of
+from placer.warm_start import WarmStart, check_here, warm_start_of
 
 if TYPE_CHECKING:
     from envs.measured import Measured
     from envs.runtime import Runtime
-    from graphs.extract import Extraction, Workload
+    from graphs.extract import Workload
 
 BACKENDS: Final = ("simulated", "measured")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostedStep:
-    """A step with op costs; extraction and runtime are None for a graph with known costs."""
-
-    graph: nx.DiGraph[str]  # with costs and user constraints
-    cluster: Cluster  # calibrated, with the memory that placements may use
-    warm_start: Placement | None = None
-    extraction: Extraction | None = None
-    runtime: Runtime | None = None
-
-    @cached_property
-    def problem(self) -> Problem:
-        """The problem of placing the step."""
-        return Problem.of(GraphArrays.from_graph(self.graph), self.cluster)
-
-    @property
-    def can_run(self) -> bool:
-        """Return whether the step can be run: it has a model, and all devices are here."""
-        # A graph has no runtime: is_here, which imports torch, is not called for it.
-        runs = self.runtime is not None and self.runtime.runs
-        return runs and all(map(is_here, self.cluster.names))
-
-
-def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> CostedStep:
-    """Extract the step of a loaded job and measure or look up its op costs.
-
-    With ``simulates``, also calibrate links and compile what a simulation needs.
-    """
-    if isinstance(job.source, nx.DiGraph):
-        graph = job.constraints.applied_to(job.source, job.cluster)
-        return CostedStep(
-            graph=graph, cluster=job.cluster, warm_start=_warm_start(job, None, graph)
-        )
-    from envs.costs.roofline import check_cluster
-    from envs.runtime import calibrated
-    from graphs.extract import Workload, extract
-    from graphs.extract.eager import check_has_memory
-
-    workload, cluster = job.source, job.cluster
-    assert isinstance(workload, Workload)  # loaded
-    check_cluster(cluster)
-    if any(map(is_here, cluster.names)):
-        check_has_memory(workload)
-    progress.stage("Extracting the graph")
-    with compiled_beside() if simulates else nullcontext(False) as compiles:
-        extraction = extract(workload, job.extractor)
-        runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
-        graph = job.constraints.applied_to(runtime.graph, cluster)
-        warm_start = _warm_start(job, extraction, graph)
-        if compiles:  # before anything is timed
-            progress.stage(loading_stage())
-            load_compiled_code()
-    if simulates and all(map(is_here, cluster.names)) and not cluster.links:
-        progress.stage("Calibrating devices")
-        cluster = calibrated(cluster, again=job.fresh)
-    progress.stage("Measuring op costs")
-    return CostedStep(
-        graph=costed(runtime, graph, cluster, fresh=job.fresh, progress=counter(progress)),
-        cluster=runtime.planned(cluster),
-        warm_start=warm_start,
-        extraction=extraction,
-        runtime=runtime,
-    )
-
-
-def unplaced_problem(step: CostedStep, job: Job, progress: Progress) -> Problem | None:
-    """Return the problem of the unplaced model, the graph on its one device.
-
-    None if nothing is run, pins forbid it, or it is the placement on one device.
-    """
-    search = job.search
-    if not (step.can_run and search.measure) or search.backend is not None:
-        return None
-    if search.objective.micro_batches != 1 or any(step.problem.graph.allowed):
-        return None
-    assert step.runtime is not None
-    cluster = step.runtime.unplaced(step.cluster)
-    if cluster is None:
-        return None
-    advance = counter(progress)
-    graph = costed(step.runtime, step.graph, cluster, fresh=job.fresh, progress=advance)
-    return Problem.of(GraphArrays.from_graph(graph), cluster)
-
-
-def _warm_start(
-    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str]
-) -> Placement | None:
-    start = job.search.start_from
-    if start is None:
-        return None
-    return placement_of(start, extraction, GraphArrays.from_graph(graph), job.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

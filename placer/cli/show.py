@@ -117,7 +117,8 @@ def _report(placement: Placement, args: argparse.Namespace) -> None:
 
 
 def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress) -> Result:
-    from placer.evaluation import costed_step, reviewed
+    from placer.costed_step import costed_step
+    from placer.evaluation import reviewed
     from placer.job import Constraints, Job, SearchConfig
 
     with usage_errors():

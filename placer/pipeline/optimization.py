@@ -20,7 +20,7 @@ from envs.simulator.bounds import missing_link
 from envs.simulator.reasons import memory_shortfall
 from graphs.coarsen.groups import Coarsened
 from placer.choose import PlacementError, choose, overfull, worth_running, worth_running_too
-from placer.evaluation import costed_step, unplaced_problem
+from placer.costed_step import costed_step, unplaced_problem
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline.calibration import calibration_of

@@ -13,7 +13,7 @@ from envs.hardware.discover import is_core
 from graphs.costs import with_part_of_batch
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import GraphArrays
-from placer.evaluation import costed_step
+from placer.costed_step import costed_step
 from placer.job import Job
 from placer.progress import Progress
 from placer.sources.batches import with_part_of_inputs

@@ -33,7 +33,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.families import draw
 from placer.choose import PlacementError
 from placer.cli.main import main
-from placer.evaluation import costed_step, unplaced_problem
+from placer.costed_step import costed_step, unplaced_problem
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job, optimize_problem
 from placer.progress import Silent
