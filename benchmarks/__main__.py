@@ -20,17 +20,14 @@ from typing import Final, Protocol
 
 from benchmarks import (
     extraction,
-    hosts,
     max_load,
-    memory,
-    overhead,
     quality,
     search,
-    sets,
     simulator,
     startup,
     steps,
 )
+from benchmarks.machine import hosts, memory, overhead, sets
 from benchmarks.record import Effort, Part, Record
 from benchmarks.replicas import plans, scaling, slow_network, sync_methods, sync_quality
 from benchmarks.tables import Table, around_tables, merged, write_tables

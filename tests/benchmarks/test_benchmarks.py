@@ -19,13 +19,13 @@ from benchmarks import (
     extraction,
     instances,
     max_load,
-    overhead,
     quality,
     search,
     simulator,
     startup,
 )
 from benchmarks.__main__ import build_parser, chosen_parts, main
+from benchmarks.machine import overhead
 from benchmarks.quality import Scores
 from benchmarks.record import Effort, Record
 from benchmarks.replicas import scaling, sync_methods, sync_quality

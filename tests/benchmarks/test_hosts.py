@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.hosts import (
+from benchmarks.machine.hosts import (
     FILES,
     Row,
     in_order,

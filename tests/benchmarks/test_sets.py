@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.sets import BOTH, Costs, best_s, order_of, schedule_s
+from benchmarks.machine.sets import BOTH, Costs, best_s, order_of, schedule_s
 from graphs.graph import GraphArrays
 from graphs.synthetic.shapes import layered
 

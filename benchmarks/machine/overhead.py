@@ -38,7 +38,7 @@ from graphs.extract import Workload, extract
 from graphs.workload import LossModule
 from placer.sources.target import load_step
 
-MODELS: Final = Path(__file__).parents[1] / "graphs" / "models"
+MODELS: Final = Path(__file__).parents[2] / "graphs" / "models"
 IN_PROCESS: Final = {
     "Inception-V3": f"{MODELS}/inception.py:build",
     "ResNet": f"{MODELS}/resnet.py:build",

@@ -37,7 +37,7 @@ from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays
 from placer.search.heuristics import layer_numbers
 
-FOLDER: Final = Path(__file__).parent / "results"
+FOLDER: Final = Path(__file__).parents[1] / "results"
 FILES: Final = ("gpu", "offload")
 RANDOM_SHARES: Final = (0.5, 0.9, 0.97)
 GOOD: Final = (0.8, 1.25)

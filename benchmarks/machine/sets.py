@@ -35,7 +35,7 @@ from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.sources.target import load_step
 
-FOLDER: Final = Path(__file__).parents[1] / "graphs" / "models"
+FOLDER: Final = Path(__file__).parents[2] / "graphs" / "models"
 MODELS: Final[Mapping[str, str]] = {
     "NASNet-A": "nasnet.py:build",
     "Inception-V3": "inception.py:build",

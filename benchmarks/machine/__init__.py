@@ -1,0 +1,1 @@
+"""Benchmarks of the model of the machine: hosts, core sets, memory, overhead of placed steps."""
