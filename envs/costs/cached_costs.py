@@ -209,7 +209,7 @@ def session_of(runs_s: NDArray[np.float64], signatures: Sequence[str], day: str)
     spread = None
     if len(runs_s) > 1:
         low, middle, high = np.quantile(runs_s.sum(axis=1), [0.25, 0.5, 0.75])
-        spread = float((high - low) / middle)
+        spread = float((high - low) / middle) if middle else 0.0
     return Session(
         cost_s={signature: _median(runs_s[:, where]) for signature, where in ops.items()},
         runs=len(runs_s),
