@@ -1,4 +1,4 @@
-"""Costs of the ops of a graph: of further device kinds, of part of a batch, and in summary."""
+"""Costs of the ops of a graph: of further device kinds, under load, of part of a batch, in sum."""
 
 from __future__ import annotations
 
@@ -68,6 +68,31 @@ def with_costs(
             costed.nodes[op_id]["loaded_cost_s"] = beside
     costed.graph["cost_source"] = of_kind
     return costed
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class BusyShares:
+    """Shares of the other devices of a machine that always compute, and that compute at most."""
+
+    always: float = 0.0
+    at_most: float = 1.0
+
+
+def with_busy_devices(graph: nx.DiGraph[str], busy: BusyShares) -> nx.DiGraph[str]:
+    """Return the graph of a step on some devices of a machine, while others always compute.
+
+    Loaded costs are those beside all other devices of the machine. An op's cost becomes that beside
+    those that always compute, its loaded cost that beside all that may compute.
+    """
+    if busy == BusyShares() or not any(node["loaded_cost_s"] for _, node in graph.nodes(data=True)):
+        return graph
+    loaded = graph.copy()
+    for _, node in loaded.nodes(data=True):
+        alone_s, beside_s = node["cost_s"], node["loaded_cost_s"]
+        extra_s = {kind: beside_s[kind] - alone_s[kind] for kind in beside_s}
+        node["cost_s"] = alone_s | {k: alone_s[k] + busy.always * extra_s[k] for k in extra_s}
+        node["loaded_cost_s"] = {k: alone_s[k] + busy.at_most * extra_s[k] for k in extra_s}
+    return loaded
 
 
 SCALED: Final = ("flops", "moved_bytes", "output_bytes", "saved_bytes", "workspace_bytes")

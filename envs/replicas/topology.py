@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from envs.collectives import Level, MeasuredAllReduce
 from envs.hardware.link_tables import NO_QUEUE
-from envs.problem import Problem
+from envs.problem import Load, Problem
+from graphs.costs import BusyShares
 
 NOMINAL_BYTES: Final = 25 << 20
 """Size of a bucket of gradients."""
@@ -159,6 +160,25 @@ def _slot_network(
         queues=frozenset(queues - {NO_QUEUE}),
         measured=measured,
     )
+
+
+def busy_shares(load: Load | None, groups: Sequence[Sequence[int]]) -> BusyShares:
+    """Return the shares of the other devices of a machine that compute beside one of a replica.
+
+    The replicas on these groups compute at the same time, so the devices of the other replicas are
+    always busy, and those of the same replica may be. The replica with the most busy devices
+    counts, since all wait for the slowest.
+    """
+    if load is None:
+        return BusyShares()
+    shares = []
+    for machine in sorted({*load.machine.tolist()} - {-1}):
+        mates = np.count_nonzero(load.machine == machine) - 1
+        used = [np.count_nonzero(load.machine[list(group)] == machine) for group in groups]
+        if own := min((count for count in used if count), default=0):
+            total = sum(used)
+            shares.append(BusyShares(always=(total - own) / mates, at_most=(total - 1) / mates))
+    return max(shares, default=BusyShares())
 
 
 def replica_groups(problem: Problem, size: int) -> list[list[Block]]:

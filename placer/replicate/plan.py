@@ -1,10 +1,11 @@
 """Plans of replicas: their number, devices, placement and gradient reduction.
 
 For every number of devices d = N // R, one search is run for each kind of device group of size d
-(and each batch size), with a share of the budget; then R replicas of its result are simulated with
-their reductions. Other values of d are not needed, as more devices never make a placement worse.
-All R up to MOST_REPLICAS are tried; beyond that, powers of two and the largest, as the curve is
-smooth. For a requested R, one replica per device and one replica on all devices are planned for
+(and each batch size, and load by other replicas on its machine), with a share of the budget; then R
+replicas of its result are simulated with their reductions. Other values of d are not needed, as
+more devices never make a placement worse. All R up to MOST_REPLICAS are tried; beyond that, powers
+of two and the largest, as the curve is smooth; where each R needs a search of its own, only the
+largest. For a requested R, one replica per device and one replica on all devices are planned for
 comparison.
 """
 
@@ -21,9 +22,11 @@ from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
-from envs.replicas.topology import Block, replica_groups, slot_networks
+from envs.replicas.step import ReplicaSimulator
+from envs.replicas.topology import Block, busy_shares, replica_groups, slot_networks
 from envs.replication import Replication
 from envs.runtime import costed
+from graphs.costs import BusyShares, with_busy_devices
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError
 from placer.interrupt import Interrupt
@@ -41,8 +44,8 @@ from placer.search.request import Budget
 from placer.sources.batches import batch_size
 
 MOST_REPLICAS: Final = 16
-Search: TypeAlias = tuple[int, Block]
-"""Parts of the batch, and the devices of one replica."""
+Search: TypeAlias = tuple[int, Block, BusyShares]
+"""Parts of the batch, the devices of one replica, and what computes beside them."""
 
 
 def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
@@ -117,15 +120,16 @@ class _Planner:
     replication: Replication
     progress: Progress
     graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # {parts of the batch: graph}
-    arrays: dict[int, GraphArrays] = field(default_factory=dict)
+    arrays: dict[tuple[int, BusyShares], GraphArrays] = field(default_factory=dict)
     searched: dict[Search, _Searched] = field(default_factory=dict)
     search_s: float = 0.0
     collectives: MeasuredAllReduce | None = None  # between ranks on the devices, if measured
     factors: FittedFactors = field(default_factory=FittedFactors)
 
     def plan(self, *, with_unplaced: bool = False) -> ReplicaPlan:
-        cost_source = self._graph(1).graph["cost_source"]
-        problem = Problem.of(self.arrays[1], self.source.whole.cluster)
+        graph, arrays = self._beside(1, BusyShares())
+        cost_source = graph.graph["cost_source"]
+        problem = Problem.of(arrays, self.source.whole.cluster)
         planned = list(self._planned(problem))
         self.collectives = self.source.collectives()
         self.progress.stage(loading_stage())
@@ -157,8 +161,14 @@ class _Planner:
     def _graph(self, parts: int) -> nx.DiGraph[str]:
         if parts not in self.graphs:
             self.graphs[parts] = self.source.graph(parts)
-            self.arrays[parts] = GraphArrays.from_graph(self.graphs[parts])
         return self.graphs[parts]
+
+    def _beside(self, parts: int, busy: BusyShares) -> tuple[nx.DiGraph[str], GraphArrays]:
+        """Return the graph for a part of the batch, with costs beside busy devices."""
+        graph = with_busy_devices(self._graph(parts), busy)
+        if (parts, busy) not in self.arrays:
+            self.arrays[parts, busy] = GraphArrays.from_graph(graph)
+        return graph, self.arrays[parts, busy]
 
     def _planned(self, problem: Problem) -> Iterator[_Groups]:
         count, requested = problem.device_count, self.replication.replicas
@@ -169,8 +179,11 @@ class _Planner:
         is_done = False
         for size in dict.fromkeys(count // r for r in range(requested or 1, count + 1)):
             for alike in replica_groups(problem, size):
-                for replicas in self._counts(len(alike)):
-                    yield self._groups(alike[:replicas])
+                needs_own = self.replication.batch == "global" or (
+                    size > 1 and problem.load is not None
+                )
+                for replicas in self._counts(len(alike), needs_own=needs_own):
+                    yield self._groups(problem, alike[:replicas])
                     is_done = requested is not None
             if is_done:
                 yield from self._baselines(problem, requested or 1, size)
@@ -181,24 +194,27 @@ class _Planner:
                 "costs): replicas of one placement need groups that are"
             )
 
-    def _groups(self, groups: Sequence[Block], *, is_baseline: bool = False) -> _Groups:
-        return _Groups(groups, (self.replication.parts(len(groups)), groups[0]), is_baseline)
+    def _groups(
+        self, problem: Problem, groups: Sequence[Block], *, is_baseline: bool = False
+    ) -> _Groups:
+        parts, busy = self.replication.parts(len(groups)), busy_shares(problem.load, groups)
+        return _Groups(groups, (parts, groups[0], busy), is_baseline)
 
     def _baselines(self, problem: Problem, replicas: int, size: int) -> Iterator[_Groups]:
         """Yield one replica per device and one on all devices, unless they were requested."""
         single, whole = replica_groups(problem, 1)[0], replica_groups(problem, problem.device_count)
         if (replicas, size) != (len(single), 1):
-            yield self._groups(single, is_baseline=True)
+            yield self._groups(problem, single, is_baseline=True)
         if size != problem.device_count:
-            yield self._groups(whole[0][:1], is_baseline=True)
+            yield self._groups(problem, whole[0][:1], is_baseline=True)
 
-    def _counts(self, most: int) -> list[int]:
-        """Return the numbers of replicas to try; with a global batch each needs its own search."""
+    def _counts(self, most: int, *, needs_own: bool) -> list[int]:
+        """Return the numbers of replicas to try; few if each needs a search of its own."""
         replication = self.replication
         if replication.replicas is not None:
             return [replication.replicas] if replication.replicas <= most else []
         every = range(1, most + 1)
-        if replication.batch == "global":
+        if needs_own:
             even = [r for r in every if not replication.uneven_parts(replication.parts(r))]
             return sorted({most, *even[-1:]})
         return [r for r in every if r <= MOST_REPLICAS or r & (r - 1) == 0 or r == most]
@@ -233,19 +249,19 @@ class _Planner:
             )
 
     def _has_choice(self, search: Search) -> bool:
-        parts, group = search
+        parts, group, _ = search
         return len(group) > 1 and not self.replication.uneven_parts(parts)
 
     def _searched(
         self, search: Search, cluster: Cluster, budget: Budget, progress: Progress
     ) -> _Searched:
-        parts, group = search
+        parts, group, busy = search
         if why := self.replication.uneven_parts(parts):
             return _Searched(why=why)
         config = replace(self.search, budget=budget, measure=False)
         try:
-            graph = self._graph(parts)
-            problem = Problem.of(self.arrays[parts], cluster.part(group))
+            graph, arrays = self._beside(parts, busy)
+            problem = Problem.of(arrays, cluster.part(group))
             result = optimize_problem(problem, config, progress, coarse=grouped(graph, config))
             plans = variants(problem, result, self.source.gradients(problem.graph))
         except (PlacementError, ValueError) as error:
@@ -298,10 +314,14 @@ class _Planner:
                 joined = [runtime.unplaced(each) or each for each in devices]
                 if joined[0] is not devices[0]:
                     graph = costed(runtime, graph, joined[0], fresh=self.source.job.fresh)
-                one = Problem.of(GraphArrays.from_graph(graph), joined[0])
+                loaded = with_busy_devices(graph, busy_shares(problem.load, groups))
+                one = Problem.of(GraphArrays.from_graph(loaded), joined[0])
                 config = replace(self.search, budget=Budget(evaluations=1), measure=False)
                 result = optimize_problem(one, config)
-                alone, *_ = variants(one, result, self.source.gradients(one.graph))
+                gradients = self.source.gradients(one.graph)
+                alone, *_ = variants(one, result, gradients)
+                idle = Problem.of(GraphArrays.from_graph(graph), joined[0])
+                one_ns = ReplicaSimulator(idle, gradients).step(result.placement).step_ns
                 networks = slot_networks(problem, [group[:1] for group in groups], self.collectives)
             except (PlacementError, ValueError):
                 continue  # it does not fit, or its batch cannot be divided
@@ -317,7 +337,7 @@ class _Planner:
             factors = self.factors.of(split.kind, one.graph.hash)
             assert split.step is not None, "it was just simulated"
             factors = factors.for_same(split.step.alone_s)
-            one_s = factors.compute * alone.step.step_ns / 1e9
+            one_s = factors.compute * one_ns / 1e9
             samples = self.replication.step_samples(1)
             yield replace(split, factors=factors, one_samples_per_s=samples / one_s)
 

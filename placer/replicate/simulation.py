@@ -18,9 +18,9 @@ from envs.collectives import MeasuredAllReduce
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator, ReplicaStep
-from envs.replicas.topology import SlotNetwork, replica_groups, slot_networks
+from envs.replicas.topology import SlotNetwork, busy_shares, replica_groups, slot_networks
 from envs.replication import Replication
-from graphs.costs import with_part_of_batch
+from graphs.costs import BusyShares, with_busy_devices, with_part_of_batch
 from graphs.gradients import Gradients
 from graphs.graph import GraphArrays
 from placer.replicate.result import CurvePoint, Split, share_of_ideal
@@ -95,7 +95,8 @@ class Scaling:
     """Simulates a split with other numbers of replicas.
 
     With a global batch, more replicas have less of it each: costs and activations of the placed
-    step are scaled in proportion, to those of the replica with most samples.
+    step are scaled in proportion, to those of the replica with most samples. More replicas on one
+    machine slow each other down as its other devices do.
     """
 
     problem: Problem  # of the whole cluster
@@ -107,7 +108,7 @@ class Scaling:
     def one_samples_per_s(self, split: Split) -> float:
         """Return the throughput of a single replica."""
         group = [self.problem.cluster.index(name) for name in split.groups[0]]
-        return self._point(split, 1, slot_networks(self.problem, [group])).samples_per_s
+        return self._point(split, [group], slot_networks(self.problem, [group])).samples_per_s
 
     def curve(self, split: Split) -> Iterator[CurvePoint]:
         """Yield points for 1, 2, 4, ... replicas up to all that the cluster holds, and beyond."""
@@ -117,17 +118,23 @@ class Scaling:
         powers = [1 << k for k in range(CURVE_DEVICES.bit_length())]
         for r in sorted({r for r in powers if r < most} | {most}):
             networks = slot_networks(self.problem, alike[:r], self.measured)
-            yield self._point(split, r, networks)
+            yield self._point(split, alike[:r], networks)
         networks = slot_networks(self.problem, alike, self.measured)
         last = -(-CURVE_DEVICES // (size * most)) if most > 1 else 1
         for factor in sorted({factor for factor in (*powers, last) if 1 < factor <= last}):
             repeated = [network.repeated(factor) for network in networks]
-            yield self._point(split, most * factor, repeated, beyond=True)
+            yield self._point(split, alike, repeated, repeats=factor)
 
     def _point(
-        self, split: Split, replicas: int, networks: Sequence[SlotNetwork], *, beyond: bool = False
+        self,
+        split: Split,
+        groups: Sequence[Sequence[int]],
+        networks: Sequence[SlotNetwork],
+        *,
+        repeats: int = 1,
     ) -> CurvePoint:
-        alone = self._replica(split, replicas)
+        replicas = len(groups) * repeats
+        alone = self._replica(split, replicas, busy_shares(self.problem.load, groups))
         step = replicated(alone, networks, self.replication)
         samples = self.replication.step_samples(replicas)
         samples_per_s = samples / step.step_s if step.step_s else np.inf
@@ -139,18 +146,20 @@ class Scaling:
             efficiency=share_of_ideal(samples_per_s, replicas * split.one_samples_per_s),
             exposed_s=step.exposed_s,
             hidden_s=step.hidden_s,
-            beyond_cluster=beyond,
+            beyond_cluster=repeats > 1,
             fits=bool((alone.peak_bytes <= split.result.problem.memory_bytes).all()),
         )
 
-    def _replica(self, split: Split, replicas: int) -> ReplicaStep:
+    def _replica(self, split: Split, replicas: int, busy: BusyShares) -> ReplicaStep:
         assert split.result is not None, "a split without a placement has no step"
         assert split.alone is not None, "as before"
         parts = self.replication.largest_part(replicas)
         placed_parts = self.replication.parts(split.replicas)
-        if parts == placed_parts:
+        placed = [list(map(self.problem.cluster.index, group)) for group in split.groups]
+        if parts == placed_parts and busy == busy_shares(self.problem.load, placed):
             return split.alone
-        part = with_part_of_batch(self.graphs[placed_parts], parts / placed_parts)
+        loaded = with_busy_devices(self.graphs[placed_parts], busy)
+        part = with_part_of_batch(loaded, parts / placed_parts)
         graph, cluster = GraphArrays.from_graph(part), split.result.problem.cluster
         devices = tuple(replace(d, memory_bytes=_AMPLE_BYTES) for d in cluster.devices)
         problem = Problem.of(graph, replace(cluster, devices=devices))

@@ -6,7 +6,14 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from graphs.costs import GraphSummary, cost_source, with_costs, with_part_of_batch
+from graphs.costs import (
+    BusyShares,
+    GraphSummary,
+    cost_source,
+    with_busy_devices,
+    with_costs,
+    with_part_of_batch,
+)
 from graphs.graph import add_edge, add_op, new_graph
 
 
@@ -126,3 +133,15 @@ def test_loaded_costs_scale_with_the_batch() -> None:
 def test_costs_and_sources_are_one_for_each_op(costs: int, sources: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_costs(three_ops(), {"x": np.ones(costs)}, {"x": ["told"] * sources})
+
+
+def test_beside_busy_devices_an_op_costs_their_share_of_its_loaded_cost() -> None:
+    graph = three_ops()
+    graph.nodes["a"]["loaded_cost_s"] = {"*": 4.0, "x": 10.5}
+    found = with_busy_devices(graph, BusyShares(always=1 / 3, at_most=2 / 3))
+    assert found.nodes["a"]["cost_s"] == {"*": 2.0, "x": 9.5}
+    assert found.nodes["a"]["loaded_cost_s"] == {"*": 3.0, "x": 10.0}
+    assert found.nodes["b"] == graph.nodes["b"]
+    assert graph.nodes["a"]["cost_s"] == {"*": 1.0, "x": 9.0}
+    assert with_busy_devices(graph, BusyShares()) is graph
+    assert with_busy_devices(diamond(), BusyShares(always=1.0)).nodes == diamond().nodes

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from envs.collectives import Level
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
-from envs.replicas.topology import levels_of, nested_blocks, replica_groups
+from envs.replicas.topology import busy_shares, levels_of, nested_blocks, replica_groups
+from graphs.costs import BusyShares
 from graphs.graph import GraphArrays, add_op, new_graph
 from tests.helpers.clusters import nodes
 
@@ -185,3 +186,24 @@ def test_groups_are_disjoint_and_their_clusters_are_the_same(
     for other in others:
         for name in ("cost_ns", "memory_bytes", "latency_s", "bandwidth_bytes_per_s", "queue"):
             assert np.array_equal(getattr(first, name), getattr(other, name))
+
+
+def test_devices_of_other_replicas_on_the_machine_are_always_busy() -> None:
+    graph = new_graph("one op")
+    add_op(graph, "op", cost_s={"gpu": 1.0}, loaded_cost_s={"gpu": 2.0})
+    load = Problem.of(GraphArrays.from_graph(graph), nodes(2, 5)).load  # 0 to 4, and 5 to 9
+
+    def shares(*groups: tuple[int, ...]) -> tuple[float, float]:
+        found = busy_shares(load, groups)
+        return found.always, found.at_most
+
+    assert shares((0,)) == (0, 0)
+    assert shares((0,), (1,)) == (0.25, 0.25)
+    assert shares((0,), (1,), (2,), (3,), (4,)) == (1, 1)
+    assert shares((0, 1)) == (0, 0.25)
+    assert shares((0, 1), (2, 3)) == (0.5, 0.75)
+    assert shares((0, 1, 2, 3, 4)) == (0, 1)
+    assert shares((0, 1), (5, 6)) == (0, 0.25)  # of another machine
+    assert shares((0,), (5,), (6,), (7,)) == (0.5, 0.5)  # those on the second one
+    assert shares((0, 1, 5), (2, 3, 6)) == (0.5, 0.75)  # across both
+    assert busy_shares(None, [(0,), (1,)]) == BusyShares()
