@@ -1,25 +1,28 @@
 """Trials of replicas on pinned cores: ranks of several plans train in turns, in the same rounds.
 
 A rank does what a rank of ``placer.run`` does in a step: it zeroes gradients, computes them,
-reduces them and updates the parameters, on the example batch and with a learning rate of 0. The
-ranks of all plans are started first; in each round every plan trains for a moment, while the ranks
-of the others sleep.
+reduces them and updates the parameters, on the example batch and with a learning rate of 0. Ranks
+of the unplaced model do so under torch's DistributedDataParallel. The ranks of all plans are
+started first; in each round every plan trains for a moment, while the ranks of the others sleep.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from envs.executors.cores.pool import spread_seed
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import cores_of
 from envs.placement import Placement
 from graphs.extract import Extraction
@@ -27,6 +30,7 @@ from graphs.workload import step_copy
 from placer.applying import apply_extracted
 from placer.parallel.data import Batch
 from placer.parallel.local_ranks import Handler, LocalRanks, RankError
+from placer.parallel.methods.sync import MakeOptimizer
 from placer.parallel.plan import run_plan
 from placer.parallel.processes import on_own_group
 from placer.parallel.run import occupy, synced
@@ -53,7 +57,8 @@ class Trial:
 class Runs:
     """Steps of one trial, the median of each turn; or why it could not be run.
 
-    ``pass_s`` is the part of a step until the gradients of rank 0 are computed.
+    ``pass_s`` is the part of a step until the gradients of rank 0 are computed, and under DDP also
+    reduced.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -123,6 +128,14 @@ class _Taker:
         time.sleep(SETTLE_S)
 
 
+class RankStep(NamedTuple):
+    """The parts of a step of one rank."""
+
+    zero_grad: Callable[[], Any]
+    backward: Callable[[Sequence[Batch]], Any]
+    update: Callable[[], Any]
+
+
 def _trainer(trial: Trial) -> Handler:
     """Return what trains for some steps on this rank, and returns median seconds."""
     rank = dist.get_rank()
@@ -131,23 +144,61 @@ def _trainer(trial: Trial) -> Handler:
     local = on_own_group(trial.placement, rank, 0, dist.get_world_size())
     torch.manual_seed(spread_seed(0, rank))
     occupy(local)
-    replica = Replica(apply_extracted(replace(trial.extraction, step=step), local))
-    sync = synced(replica, local, lambda own: torch.optim.SGD(own, lr=0.0), plan.sync)
+    placed = apply_extracted(replace(trial.extraction, step=step), local)
     example: Batch = step.step_inputs, dict(step.keywords)
+
+    def optimizer(own: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(own, lr=0.0)
+
+    if isinstance(placed, UnplacedModel):
+        trained = under_ddp(placed, optimizer, example)
+    else:
+        replica = Replica(placed)
+        sync = synced(replica, local, optimizer, plan.sync)
+        trained = RankStep(sync.zero_grad, replica.backward, sync.step)
 
     def train(steps: int) -> tuple[float, float]:
         whole_s, pass_s = [], []
         for _ in range(1 + steps):
-            # copied, since a model may modify the containers that it gets
-            passes = [tree_map(lambda leaf: leaf, example) for _ in range(plan.sync.accumulate)]
+            passes = [_copied(example) for _ in range(plan.sync.accumulate)]
             began = time.perf_counter()
-            sync.zero_grad()
-            replica.backward(passes)
+            trained.zero_grad()
+            trained.backward(passes)
             computed = time.perf_counter()
-            sync.step()
+            trained.update()
             whole_s.append(time.perf_counter() - began)
             pass_s.append(computed - began)
         return statistics.median(whole_s[1:]), statistics.median(pass_s[1:])
 
     train(1)
     return train
+
+
+def under_ddp(model: UnplacedModel, make_optimizer: MakeOptimizer, example: Batch) -> RankStep:
+    """Train the unplaced model on this rank as users do: by DDP with torch's defaults.
+
+    Gradients are reduced in the last pass of a step. DDP looks for unused parameters only if the
+    model leaves some without a gradient, since else it could not train. A single rank needs no DDP.
+    """
+    optimizer, alone = make_optimizer(model.parameters()), Replica(model)
+    alone.backward([_copied(example)])
+    unused = any(each.requires_grad and each.grad is None for each in model.parameters())
+    optimizer.zero_grad()
+    if dist.get_world_size() == 1:
+        return RankStep(optimizer.zero_grad, alone.backward, optimizer.step)
+    ddp = DistributedDataParallel(model, find_unused_parameters=unused)
+    replica = Replica(ddp)
+
+    def backward(passes: Sequence[Batch]) -> None:
+        *before, last = passes
+        with ddp.no_sync():
+            replica.backward(before)
+        replica.backward([last])
+
+    return RankStep(optimizer.zero_grad, backward, optimizer.step)
+
+
+def _copied(batch: Batch) -> Batch:
+    """Return a batch in containers of its own, since a model may modify those that it gets."""
+    copied: Batch = tree_map(lambda leaf: leaf, batch)
+    return copied

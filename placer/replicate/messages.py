@@ -86,7 +86,10 @@ def _runs(plan: ReplicaPlan) -> Iterator[str]:
         )
         yield f"Nothing was run: all times are simulated{constants}."
     else:
-        yield "Measured steps reduce the gradients and include the update, by plain SGD."
+        yield (
+            "Measured steps reduce the gradients and include the update, by plain SGD; the "
+            "unplaced model is under DistributedDataParallel."
+        )
     fastest = max(split.measured_samples_per_s or 0.0 for split in plan.candidates)
     if plan.best.measured_samples_per_s and plan.best.measured_samples_per_s < fastest:
         yield "The fastest are within noise, so the simplest of them was chosen."

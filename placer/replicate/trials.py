@@ -98,12 +98,10 @@ def with_factors(factors: FittedFactors, split: Split, runs: Runs) -> FittedFact
     """Return the factors, and those with which the prediction of a split is what was measured."""
     if runs.failure or not runs.step_s or split.step is None or split.result is None:
         return factors
-    fitted = Factors.fitted(
-        float(np.median(runs.step_s)),
-        float(np.median(runs.pass_s)),
-        split.step.step_s,
-        split.step.alone_s,
-    )
+    step_s, pass_s = float(np.median(runs.step_s)), float(np.median(runs.pass_s))
+    if split.joined:  # DDP reduces within the pass: its parts are as they were predicted
+        pass_s = step_s * split.step.alone_s / split.step.step_s
+    fitted = Factors.fitted(step_s, pass_s, split.step.step_s, split.step.alone_s)
     return factors.with_trial(split.kind, split.result.problem.graph.hash, fitted)
 
 

@@ -8,15 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.nn import functional as F
 
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import physical_cores, present
 from envs.placement import Placement
 from envs.replication import Replication
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
-from placer.parallel.trials import Trial, run_trials
+from placer.parallel.data import Batch
+from placer.parallel.trials import Trial, run_trials, under_ddp
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.ranks import on_ranks
 
@@ -54,6 +58,42 @@ def taken_turns() -> list[tuple[int, bool, str]]:
 def test_placed_and_unplaced_replicas_take_turns_and_leave_the_model_alone() -> None:
     [found] = on_ranks(1, taken_turns, joined=False, timeout_s=600.0)
     assert found == [(3, True, "")] * 3
+
+
+class HalfUsed(nn.Module):
+    """A layer beside one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]  # modules are untyped in torch
+
+
+def gradients_under_ddp() -> tuple[Tensor, Tensor]:
+    """Return the gradient of a step of two passes on this rank, and this rank's part of it."""
+    torch.manual_seed(0)  # the same model on both ranks
+    model = HalfUsed()
+    torch.manual_seed(dist.get_rank())
+    batches: list[Batch] = [((torch.randn(4, 6), torch.randn(4, 4)), {}) for _ in range(2)]
+    extraction = extract(Workload.of(model, batches[0][0], F.mse_loss))
+    own = [grad(F.mse_loss(model(x), y), model.used.weight)[0] for (x, y), _ in batches]
+    unplaced = UnplacedModel(extraction, threads=1)
+    trained = under_ddp(unplaced, lambda each: torch.optim.SGD(each, lr=0.0), batches[0])
+    for _ in range(2):  # DDP notices unused parameters in the second step
+        trained.zero_grad()
+        trained.backward(batches)
+        trained.update()
+    assert model.used.weight.grad is not None
+    return model.used.weight.grad, sum(own, torch.zeros(4, 6))
+
+
+def test_unplaced_replicas_reduce_their_gradients_by_ddp() -> None:
+    (first, of_first), (second, of_second) = on_ranks(2, gradients_under_ddp, timeout_s=600.0)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, (of_first + of_second) / 2)
+    assert not torch.allclose(of_first, of_second)
 
 
 class Deadly(nn.Linear):

@@ -121,6 +121,10 @@ def test_trials_of_a_plan_correct_its_next_prediction() -> None:
     doubled_s = pair.step.step_s + pair.step.alone_s
     assert costlier.step_s(doubled_s, 2 * pair.step.alone_s) == pytest.approx(0.08)
     assert Factors(3.0, 1.0).for_same(1.0) == Factors(3.0, 1.0)  # medians
+    under_ddp = with_factors(FittedFactors(), replace(pair, joined=1), runs)
+    [[of_ddp]] = [list(each.values()) for each in under_ddp.by_kind.values()]
+    assert of_ddp.compute == pytest.approx(0.08 / pair.step.step_s)
+    assert of_ddp.communication == pytest.approx(of_ddp.compute)
     failed = Runs(failure="a rank died")
     assert with_factors(fitted, pair, failed) is with_factors(fitted, pair, Runs()) is fitted
 
