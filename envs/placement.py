@@ -49,7 +49,8 @@ class Placement:
 
     ``predicted`` and ``measured`` hold at least ``step_s``, or are None if unknown. Values with
     names ending in ``_s`` are seconds, those in ``_bytes`` are bytes or map devices to bytes, those
-    in ``placement_file.RECORD_RANGES`` are numbers; others are free-form.
+    in ``placement_file.RECORD_RANGES`` are numbers; ``trials`` are plans of replicas that were run;
+    others are free-form.
     """
 
     graph: str  # hash of the graph

@@ -7,7 +7,7 @@
      "priority": {op id: number},
      "objective": "latency", "micro_batches": 1, "in_flight": 4 (optional),
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
-     "measured": {"step_s": ..., ...} or null,
+     "measured": {"step_s": ..., ..., "trials": {plan: {"step_s": ..., ...}} of replicas} or null,
      "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...},
      "replicas": {...} (optional, see envs/replication.py)}
 """
@@ -33,9 +33,11 @@ RECORD_RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "spread": (0, 1e6),
     "contention": (0, 1e9),
     "rounds": (0, 10**9),
+    "samples": (1, LARGEST_INT),
 }
 """Allowed ranges of unitless numbers in ``predicted`` and ``measured``."""
 _ENDINGS: Final[Mapping[str, tuple[float, float]]] = {"_s": (0, 1e9), "_bytes": (0, LARGEST_INT)}
+_TRIAL_KEYS: Final = ("step_s", "predicted_s", "samples")
 MOST_NESTED: Final = 8
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
@@ -107,6 +109,11 @@ def check_record(record: Mapping[str, Any], where: str) -> None:
         if ending == "_bytes" and isinstance(value, Mapping):
             for device, size in value.items():
                 within(number(size, inside(path, device)), *_ENDINGS[ending], inside(path, device))
+        elif key == "trials":
+            for name, trial in table(value, path).items():
+                place = inside(path, name)
+                known = frozenset(_TRIAL_KEYS)
+                check_record(fields(trial, place, known, required=_TRIAL_KEYS), place)
         elif (allowed := RECORD_RANGES.get(key) or _ENDINGS.get(ending)) is not None:
             within(number(value, path), *allowed, path)
         else:

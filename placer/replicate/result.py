@@ -206,9 +206,12 @@ class ReplicaPlan:
             "exposed_communication_s": self.best.exposed_s,
             "hidden_communication_s": step.hidden_s,
         }
+        placement = replace(
+            one.placement, predicted=predicted, measured=self._measured(), replicas=self.replicas
+        )
         one = replace(
             one,
-            placement=replace(one.placement, predicted=predicted, replicas=self.replicas),
+            placement=placement,
             search_s=self.search_s,
             extraction=self.extraction,
             cost_source=self.cost_source,
@@ -216,6 +219,32 @@ class ReplicaPlan:
         return ReplicatedResult(
             **{part.name: getattr(one, part.name) for part in fields(Result)}, replication=self
         )
+
+    def _measured(self) -> dict[str, Any] | None:
+        """Return what a placement file records of the trials; None if the best was not run."""
+        runs = self.best.measurement
+        if runs is None or not runs.ok:
+            return None
+        trials = {
+            split.name: {
+                "step_s": split.measured_s,
+                "predicted_s": split.step_s,
+                "samples": split.samples,
+            }
+            for split in self.splits
+            if split.was_run
+        }
+        return {
+            "step_s": runs.median_s,
+            "clock": "wall",
+            "wall_median_s": runs.median_s,
+            "wall_min_s": runs.min_s,
+            "spread": runs.spread,
+            "rounds": len(runs.wall_s),
+            "samples": self.best.samples,
+            **({"busy": True} if self.is_busy else {}),
+            "trials": trials,
+        }
 
     @property
     def shown(self) -> tuple[Split, ...]:

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.hardware.units import human_bytes, milliseconds
+from envs.hardware.units import human_bytes, milliseconds, ratio_of
 from envs.placement import ROOT, module_of
 from placer import messages
 from placer.report.console import print_rows
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 FLOP_UNITS: Final = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
 MEASURED_COLUMNS: Final = ("wall\nms", "min\nms", "spread", "CPU clock\nms")
+TRIAL_COLUMNS: Final = ("replicas x devices", "predicted ms", "measured ms", "samples/s")
 QUEUES: Final = {
     "none": "nothing",
     "egress": "all of one sender",
@@ -158,9 +159,23 @@ def print_placement(placement: Placement, console: Console) -> None:
     )
     predicted, measured = placement.predicted or {}, placement.measured or {}
     if "step_s" in predicted:
-        console.print(f"predicted step: {_ms(predicted['step_s'])} ms")
+        step_s = predicted.get("replicated_step_s", predicted["step_s"])
+        console.print(f"predicted step: {_ms(step_s)} ms")
     if "step_s" in measured:
         console.print(f"measured step: {_ms(measured['step_s'])} ms{_by_clock(measured)}")
+    if "trials" in measured:
+        busy = ", on cores that other processes used" if measured.get("busy") else ""
+        console.print(f"Plans that were run in turns{busy}:")
+        print_rows(console, TRIAL_COLUMNS, _trials(measured["trials"]))
+
+
+def _trials(trials: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """Return a row for each plan of replicas, the most samples per second first."""
+    rate = {name: ratio_of(trial["samples"], trial["step_s"]) for name, trial in trials.items()}
+    return [
+        (name, _ms(trials[name]["predicted_s"]), _ms(trials[name]["step_s"]), f"{rate[name]:.4g}")
+        for name in sorted(trials, key=lambda name: -rate[name])
+    ]
 
 
 def _by_clock(measured: Mapping[str, Any]) -> str:

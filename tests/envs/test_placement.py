@@ -61,6 +61,7 @@ def place(graph: GraphArrays, cluster: Cluster, devices: list[int]) -> Placement
 
 
 CLUSTER = cluster_of("core:0", "core:1")
+TRIAL = {"step_s": 1, "predicted_s": 1, "samples": 0}
 GRAPH = chain()
 
 
@@ -243,6 +244,9 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
         ({"predicted": {"step_s": {"a": 1}}}, r"predicted\.step_s is \{'a': 1\}"),
         ({"measured": {"step_s": 1, "spread": -0.1}}, r"measured\.spread is -0\.1"),
         ({"measured": {"step_s": 1, "contention": {}}}, r"measured\.contention is \{\}"),
+        ({"measured": {"step_s": 1, "trials": 3}}, r"measured\.trials is 3, not an object"),
+        ({"measured": {"step_s": 1, "trials": {"a": {"step_s": 1}}}}, r"measured\.trials\.a lacks"),
+        ({"measured": {"step_s": 1, "trials": {"a": TRIAL}}}, r"measured\.trials\.a\.samples is 0"),
         ({"measured": {"step_s": 1, "note": [math.inf]}}, r"measured\.note is inf"),
         ({"measured": {"step_s": 1, "note": nest(9)}}, r"measured\.note is nested"),
         ({"in_flight": 2**70}, "in_flight is 1180591620717411303424"),

@@ -16,11 +16,13 @@ from torch.nn import functional as F
 
 from envs.hardware.cluster import Cluster, Link
 from envs.hardware.discover import present
+from envs.hardware.units import milliseconds
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.replication import Replication
 from graphs.extract import Workload, extract
 from placer.applying import apply
+from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.parallel.trials import Runs
 from placer.replicate.fitting import MOST_STEPS, Factors, FittedFactors
@@ -225,6 +227,38 @@ def test_a_plan_that_was_run_says_so_with_measured_numbers() -> None:
     busy = remarks_of(replace(plan, is_busy=True))
     [remark] = [remark for remark in busy if "Other processes" in remark]
     assert "plan again when `placer machine` says good" in remark
+
+
+def test_the_file_keeps_what_was_run_and_show_prints_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tried_plan(0.02, 0.04)
+    first, second = plan.splits[:2]
+    assert plan.result.placement.measured == {
+        "step_s": 0.02,
+        "clock": "wall",
+        "wall_median_s": 0.02,
+        "wall_min_s": 0.02,
+        "spread": 0.0,
+        "rounds": 3,
+        "samples": first.samples,
+        "trials": {
+            first.name: {"step_s": 0.02, "predicted_s": first.step_s, "samples": first.samples},
+            second.name: {"step_s": 0.04, "predicted_s": second.step_s, "samples": second.samples},
+        },
+    }
+    path = tmp_path / "placement.json"
+    plan.result.save(path)
+    assert Placement.load(path, plan.result.placement.device_names) == plan.result.placement
+    assert main(["show", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"predicted step: {milliseconds(first.step_s)} ms measured step: 20.00 ms" in shown
+    assert f"{second.name} {milliseconds(second.step_s)} 40.00 {second.samples / 0.04:.4g}" in shown
+    assert "other processes" not in shown
+    replace(plan, is_busy=True).result.save(path)
+    assert main(["show", str(path)]) == 0
+    assert "on cores that other processes used:" in " ".join(capsys.readouterr().out.split())
+    assert replace(plan, splits=plan.splits[2:]).result.placement.measured is None
 
 
 def test_a_plan_that_was_not_run_says_what_is_assumed() -> None:
