@@ -141,7 +141,7 @@ def train_rank(
             sync = synced(
                 replica,
                 run.local,
-                lambda parameters: _optimizer(request, parameters),
+                lambda parameters: optimizer_of(request.optimizer, parameters, request.lr),
                 sync_config,
             )
             checkpoint = None
@@ -186,12 +186,13 @@ def occupy(local: Placement) -> None:
     torch.set_num_threads(len(cores) if leaves_unplaced(local) else 1)
 
 
-def _optimizer(request: RunRequest, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    match request.optimizer:
+def optimizer_of(kind: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Return torch's optimizer of a kind, one of :data:`placer.parallel.plan.OPTIMIZERS`."""
+    match kind:
         case "sgd":
-            return torch.optim.SGD(parameters, lr=request.lr)
+            return torch.optim.SGD(parameters, lr=lr)
         case "momentum":
-            return torch.optim.SGD(parameters, lr=request.lr, momentum=0.9)
+            return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
         case "adam":
-            return torch.optim.Adam(parameters, lr=request.lr)
-    return torch.optim.AdamW(parameters, lr=request.lr)
+            return torch.optim.Adam(parameters, lr=lr)
+    return torch.optim.AdamW(parameters, lr=lr)

@@ -1,9 +1,10 @@
 """Trials of replicas on pinned cores: ranks of several plans train in turns, in the same rounds.
 
 A rank does what a rank of ``placer.run`` does in a step: it zeroes gradients, computes them,
-reduces them and updates the parameters, on the example batch and with a learning rate of 0. Ranks
-of the unplaced model do so under torch's DistributedDataParallel. The ranks of all plans are
-started first; in each round every plan trains for a moment, while the ranks of the others sleep.
+reduces them and updates the parameters, on the example batch, with a learning rate of 0 and
+without the warm-up steps of its method. Ranks of the unplaced model do so under torch's
+DistributedDataParallel. The ranks of all plans are started first; in each round every plan trains
+for a moment, while the ranks of the others sleep.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from graphs.workload import step_copy
 from placer.applying import apply_extracted
 from placer.parallel.data import Batch
 from placer.parallel.local_ranks import Handler, LocalRanks, RankError
+from placer.parallel.methods.registry import method_named
 from placer.parallel.methods.sync import MakeOptimizer
-from placer.parallel.plan import run_plan
+from placer.parallel.plan import OPTIMIZERS, run_plan
 from placer.parallel.processes import on_own_group
-from placer.parallel.run import occupy, synced
+from placer.parallel.run import occupy, optimizer_of, synced
 from placer.parallel.training import Replica
 
 TURN_S: Final = 0.15
@@ -47,10 +49,14 @@ MOST_STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Replicas to run: a placement with their groups, and the step of one of them."""
+    """Replicas to run: a placement with their groups, and the step of one of them.
+
+    Ranks update with an ``optimizer`` of this kind beside the step, which has none.
+    """
 
     extraction: Extraction
     placement: Placement
+    optimizer: str = OPTIMIZERS[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,13 +154,16 @@ def _trainer(trial: Trial) -> Handler:
     example: Batch = step.step_inputs, dict(step.keywords)
 
     def optimizer(own: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(own, lr=0.0)
+        return optimizer_of(trial.optimizer, own, lr=0.0)
 
     if isinstance(placed, UnplacedModel):
         trained = under_ddp(placed, optimizer, example)
     else:
         replica = Replica(placed)
-        sync = synced(replica, local, optimizer, plan.sync)
+        config = plan.sync
+        if "warmup_steps" in method_named(config.method).options:
+            config = replace(config, warmup_steps=0)
+        sync = synced(replica, local, optimizer, config)
         trained = RankStep(sync.zero_grad, replica.backward, sync.step)
 
     def train(steps: int) -> tuple[float, float]:

@@ -85,9 +85,11 @@ def _runs(plan: ReplicaPlan) -> Iterator[str]:
             "" if plan.collectives else ", reductions from the latency and bandwidth of links"
         )
         yield f"Nothing was run: all times are simulated{constants}."
+        if plan.requested.average_every > 1:
+            yield "Plans that average parameters are not run, as their steps are not alike."
     else:
         yield (
-            "Measured steps reduce the gradients and include the update, by plain SGD; the "
+            f"Measured steps reduce the gradients and include the update, by {plan.optimizer}; the "
             "unplaced model is under DistributedDataParallel."
         )
     fastest = max(split.measured_samples_per_s or 0.0 for split in plan.candidates)

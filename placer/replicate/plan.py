@@ -34,7 +34,7 @@ from placer.job import Job, SearchConfig
 from placer.pipeline import grouped, optimize_problem
 from placer.progress import Progress, Silent
 from placer.replicate.fitting import FittedFactors, factors_path
-from placer.replicate.result import ReplicaPlan, Split
+from placer.replicate.result import ReplicaPlan, Split, training_of
 from placer.replicate.simulation import Scaling, Variant, variants
 from placer.replicate.sources import StepSource
 from placer.replicate.trials import can_be_tried, with_trials
@@ -276,6 +276,7 @@ class _Planner:
             samples=self.replication.step_samples(len(planned.groups)),
             is_baseline=planned.is_baseline,
             why=searched.why,
+            training=self._training,
         )
         if searched.result is None:
             return split
@@ -330,6 +331,7 @@ class _Planner:
                 samples=self.replication.step_samples(replicas),
                 joined=len(groups[0]),
                 is_baseline=requested not in (None, replicas),
+                training=self._training,
                 result=result,
                 alone=alone.step,
                 step=replicated(alone.step, networks, self.replication),
@@ -340,6 +342,10 @@ class _Planner:
             one_s = factors.compute * one_ns / 1e9
             samples = self.replication.step_samples(1)
             yield replace(split, factors=factors, one_samples_per_s=samples / one_s)
+
+    @property
+    def _training(self) -> str:
+        return training_of(self.replication, self.source.whole.extraction)
 
     def _scaling(self, problem: Problem) -> Scaling:
         return Scaling(

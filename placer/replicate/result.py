@@ -17,6 +17,7 @@ from envs.replicas.reductions import ReplicatedStep
 from envs.replicas.step import ReplicaStep
 from envs.replicas.topology import slot_networks
 from envs.replication import AUTO, Replication
+from placer.parallel.plan import OPTIMIZERS
 from placer.replicate.fitting import Factors
 from placer.result import Result, extraction_to_dict
 
@@ -42,6 +43,7 @@ class Split:
     joined: int = 0  # devices that are one device of an unplaced replica; 0: it is placed
     factors: Factors = field(default_factory=Factors)
     measurement: Measurement | None = None  # steps of a trial
+    training: str = ""  # how it is trained, beyond its shape; see ``training_of``
 
     @property
     def replicas(self) -> int:
@@ -94,7 +96,8 @@ class Split:
         'unplaced 1 x 2'
         """
         how = "unplaced" if self.joined else "placed"
-        return f"{how} {self.replicas} x {self.devices_each}"
+        shape = f"{how} {self.replicas} x {self.devices_each}"
+        return f"{shape}, {self.training}" if self.training else shape
 
     @property
     def samples_per_s(self) -> float:
@@ -159,6 +162,12 @@ class ReplicaPlan:
     def candidates(self) -> tuple[Split, ...]:
         """Return the splits that were requested, without those for comparison."""
         return tuple(split for split in self.splits if not split.is_baseline)
+
+    @property
+    def optimizer(self) -> str:
+        """Return the kind of optimizer with which ranks update."""
+        own = None if self.extraction is None else self.extraction.step.optimizer
+        return OPTIMIZERS[0] if own is None else own.kind
 
     @property
     def was_run(self) -> bool:
@@ -272,6 +281,17 @@ class ReplicaPlan:
             shape = 1, self.problem.device_count
             pure = [s for s in placed if (s.replicas, s.devices_each) == shape]
         return max(pure, key=lambda split: split.devices, default=None)
+
+
+def training_of(requested: Replication, extraction: Extraction | None) -> str:
+    """Return what of the optimizer and of the reductions is not the default, "" for all."""
+    optimizer = None if extraction is None else extraction.step.optimizer
+    words = {
+        requested.payload: requested.payload != "fp32",
+        requested.reduction: requested.reduction not in (AUTO, "ring"),
+        optimizer.kind if optimizer is not None else "": optimizer is not None,
+    }
+    return ", ".join(word for word, is_other in words.items() if is_other)
 
 
 def share_of_ideal(samples_per_s: float, ideal: float) -> float:

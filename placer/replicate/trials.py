@@ -30,11 +30,10 @@ MEMORY_SHARE: Final = 0.8
 
 
 def can_be_tried(extraction: Extraction | None, replication: Replication) -> bool:
-    """Return whether ``placer.run`` trains so, with steps that are all alike."""
-    if extraction is None or extraction.step.optimizer is not None:
+    """Return whether ``placer.run`` trains so, with steps that are all alike after a warm-up."""
+    if extraction is None:
         return False
-    method = method_named(planned_method(replication)[0])
-    return method.family == "reduction" and not method.warmup_steps
+    return method_named(planned_method(replication)[0]).family == "reduction"
 
 
 def with_trials(
@@ -52,13 +51,14 @@ def with_trials(
     from placer.parallel.trials import Trial, run_trials
 
     chosen = worth_trying(plan, available_memory_bytes() * MEMORY_SHARE)
+    parts = [plan.requested.parts(split.replicas) for split in chosen]
+    steps = {each: _without_optimizer(extractions[each]) for each in parts}
     trials = []
-    for split in chosen:
-        extraction = extractions[plan.requested.parts(split.replicas)]
-        assert extraction is not None, "what is tried has a model"
+    for split, number in zip(chosen, parts, strict=True):
         assert split.result is not None, "what is tried has a placement"
         placement = replace(split.result.placement, replicas=plan.replication_of(split))
-        trials.append(Trial(extraction=extraction, placement=placement))
+        step = steps[number]
+        trials.append(Trial(extraction=step, placement=placement, optimizer=plan.optimizer))
     progress.stage("Running the best for real")
     cores = cores_in_use(plan.problem.cluster.names)
     with Interrupt():
@@ -92,6 +92,16 @@ def worth_trying(plan: ReplicaPlan, memory_bytes: float) -> list[Split]:
             chosen.append(split)
             left_bytes -= held_bytes
     return chosen
+
+
+def _without_optimizer(extraction: Extraction | None) -> Extraction:
+    """Return the step that ranks run: they update after it, when gradients are reduced."""
+    assert extraction is not None, "what is tried has a model"
+    if extraction.step.optimizer is None:
+        return extraction
+    from graphs.extract import extract
+
+    return extract(replace(extraction.step, optimizer=None), extraction.extractor)
 
 
 def with_factors(factors: FittedFactors, split: Split, runs: Runs) -> FittedFactors:

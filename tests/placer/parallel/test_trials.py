@@ -27,19 +27,33 @@ from tests.helpers.ranks import on_ranks
 CORE = f"core:{physical_cores()[0]}"
 
 
-def trial(*, unplaced: bool = False, accumulate: int = 1, model: nn.Module | None = None) -> Trial:
+def trial(
+    *,
+    unplaced: bool = False,
+    accumulate: int = 1,
+    payload: str = "fp32",
+    optimizer: str = "sgd",
+    model: nn.Module | None = None,
+) -> Trial:
     """Return one replica on one core."""
     model = model or nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     extraction = extract(Workload.of(model, (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss))
     graph = GraphArrays.from_graph(extraction.graph)
     devices = np.zeros(len(graph), np.int32)
     placement = Placement.of(graph, present([CORE]), devices, -np.arange(float(len(graph))))
-    replicas = Replication(groups=((CORE,),), accumulate=accumulate, unplaced=unplaced)
-    return Trial(extraction=extraction, placement=replace(placement, replicas=replicas))
+    replicas = Replication(
+        groups=((CORE,),), accumulate=accumulate, payload=payload, unplaced=unplaced
+    )
+    placement = replace(placement, replicas=replicas)
+    return Trial(extraction=extraction, placement=placement, optimizer=optimizer)
 
 
 def taken_turns() -> list[tuple[int, bool, str]]:
-    trials = [trial(), trial(unplaced=True), trial(accumulate=2)]
+    trials = [
+        trial(),
+        trial(unplaced=True, optimizer="adam"),
+        trial(accumulate=2, payload="1-bit", optimizer="momentum"),
+    ]
     model = trials[0].extraction.step.model
     before = [tensor.clone() for tensor in model.state_dict().values()]
     runs = run_trials(trials, rounds=3, turn_s=0.01)

@@ -28,7 +28,7 @@ from placer.parallel.trials import Runs
 from placer.replicate.fitting import MOST_STEPS, Factors, FittedFactors
 from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.plan import plan_job
-from placer.replicate.result import ReplicaPlan, Split
+from placer.replicate.result import ReplicaPlan, Split, training_of
 from placer.replicate.trials import can_be_tried, ranked, with_factors, worth_trying
 from placer.report.replicas import plan_to_dict
 from tests.helpers.clusters import nodes
@@ -150,20 +150,29 @@ def test_the_fastest_placed_splits_and_all_unplaced_ones_are_run_as_memory_allow
 
 @pytest.mark.parametrize(
     ("how", "tried"),
-    [({}, True), ({"payload": "fp16"}, True), ({"payload": "1-bit"}, False),
+    [({}, True), ({"payload": "fp16"}, True), ({"payload": "1-bit"}, True),
      ({"average_every": 4}, False), ({"accumulate": 3}, True)],
 )  # fmt: skip
 def test_only_methods_with_equal_steps_are_tried(how: dict[str, object], tried: bool) -> None:
     assert can_be_tried(extract(training()), Replication(**how)) is tried  # type: ignore[arg-type]
 
 
-def test_graphs_and_steps_with_an_optimizer_are_not_tried() -> None:
+def test_graphs_are_not_tried() -> None:
     assert not can_be_tried(None, Replication())
-    assert not can_be_tried(extract(replace_optimizer(training())), Replication())
 
 
-def replace_optimizer(step: Workload) -> Workload:
-    return Workload.of(step.model, step.inputs, F.mse_loss, optimizer="sgd")
+def with_optimizer(step: Workload) -> Workload:
+    return Workload.of(step.model, step.inputs, F.mse_loss, optimizer="adam")
+
+
+def test_other_optimizers_and_reductions_have_factors_of_their_own() -> None:
+    adam = extract(with_optimizer(training()))
+    fp16 = Replication(payload="fp16")
+    assert training_of(Replication(), extract(training())) == training_of(Replication(), None) == ""
+    assert training_of(Replication(), adam) == "adam"
+    assert training_of(fp16, adam) == "fp16, adam"
+    assert training_of(Replication(reduction="tree"), None) == "tree"
+    assert replace(split(2), training="adam").kind == "placed 2 x 1, adam"
 
 
 # --- what wins
