@@ -1,8 +1,8 @@
-"""Plans of two replicas on two cores: predicted and measured steps, before and after calibration.
+"""Plans of replicas on two cores: predicted and measured steps, before and after calibration.
 
 Every model is planned twice with an empty cache: trials of the first plan correct the predictions
-of the second, which is what ``placer optimize --data-parallel 2`` shows when it is repeated. On a
-busy machine nothing is kept, and the table says so.
+of the second, which is what ``placer optimize --data-parallel auto`` shows when it is repeated. On
+a busy machine nothing is learned, and the table says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, Final
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from envs.hardware.discover import physical_cores
+from envs.measurement import tied
 from envs.replication import Replication
 from placer.job import Job, SearchConfig
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, Split
+from placer.replicate.trials import per_sample
 from placer.sources.target import load_step
 
 MODELS: Final = {
@@ -48,24 +50,35 @@ def compared(name: str, budget: str, found: dict[str, Any]) -> Table:
     for split in sorted(second.values(), key=lambda each: -(each.measured_samples_per_s or 0.0)):
         if split.measured_s is None or (before := first.get(split.name)) is None:
             continue
-        chosen = " (chosen)" if split is plans[1].best else ""
+        chosen = f" ({standing(plans[1])})" if split is plans[1].best else ""
         ratios = (ratio_of(each) for each in (before, split))
-        rows.append((f"{name}: {split.name}{chosen}", f"{split.measured_s * 1e3:.1f}", *ratios))
-    note = "on two cores; predicted over measured step of a first plan, and of a second"
-    if any(found["busy"]):
-        note += "; the machine was BUSY, so nothing was learned from trials"
+        model = f"{name}{'*' if any(found['busy']) else ''}"
+        rows.append((f"{model}: {split.name}{chosen}", f"{split.measured_s * 1e3:.1f}", *ratios))
+    note = "predicted over measured step of a first plan, and of a second; *: on a BUSY machine"
     columns = ("plan: replicas x cores", "measured ms", "first", "second")
-    return Table("Plans of two replicas", note, columns, tuple(rows))
+    return Table("Plans of replicas on two cores", note, columns, tuple(rows))
+
+
+def standing(plan: ReplicaPlan) -> str:
+    """Return how the chosen split compares with the fastest one that was run."""
+    ran = [each for each in plan.splits if each.was_run]
+    if plan.best not in ran:
+        return "chosen, not run"
+    fastest = max(ran, key=lambda each: each.measured_samples_per_s or 0.0)
+    if plan.best is fastest:
+        return "chosen, the fastest"
+    is_level = tied(per_sample(plan.best), per_sample(fastest))
+    return f"chosen, {'level with' if is_level else 'SLOWER than'} the fastest"
 
 
 def planned(target: str, budget: str) -> ReplicaPlan:
-    """Return a plan for two replicas on two cores of this machine."""
+    """Return a plan for replicas on two cores of this machine."""
     devices = ",".join(f"core:{core}" for core in physical_cores()[:2])
     job = Job.of(
         load_step(target, training=True),
         devices,
         search=SearchConfig(budget=budget),
-        replicas=Replication(replicas=2),
+        replicas=Replication(),
     )
     return plan_job(job)
 

@@ -125,8 +125,8 @@ def ranked(splits: Sequence[Split]) -> tuple[Split, ...]:
     ran = [split for split in kept if split.was_run and not split.is_baseline]
     if not ran:
         return tuple(sorted(kept, key=lambda split: split.joined > 0))
-    fastest = min(ran, key=lambda split: _per_sample(split).median_s)
-    level = [split for split in ran if tied(_per_sample(split), _per_sample(fastest))]
+    fastest = min(ran, key=lambda split: per_sample(split).median_s)
+    level = [split for split in ran if tied(per_sample(split), per_sample(fastest))]
     best = min(
         [fastest, *level],
         key=lambda split: (not split.joined, split.replicas, split.devices_each),
@@ -134,7 +134,7 @@ def ranked(splits: Sequence[Split]) -> tuple[Split, ...]:
     return best, *(split for split in kept if split is not best)
 
 
-def _per_sample(split: Split) -> Measurement:
+def per_sample(split: Split) -> Measurement:
     """Return the measured seconds per sample."""
     assert split.measurement is not None, "it was run"
     seconds = split.measurement.wall_s / split.samples
