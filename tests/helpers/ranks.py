@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,7 +23,9 @@ import torch.distributed as dist
 
 PRELOADED = [
     *("torch._dynamo", "torch.distributed.tensor", "torch.export", "torch.testing"),
-    *("pytest", "hypothesis", "placer.api"),
+    *("torch.export._trace", "torch.distributed.algorithms.ddp_comm_hooks"),
+    *("pytest", "hypothesis", "placer.api", "placer.parallel.run", "tests.helpers.runs"),
+    "tests.helpers.frozen",  # the last
 ]
 """Modules that ranks would otherwise import one by one, some of them on first use."""
 
@@ -68,6 +70,23 @@ def on_ranks(
                 process.join(0.0 if sys.exc_info()[0] else 60.0)
                 process.kill()
                 process.join()
+
+
+def each(cases: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the results of several cases {name: (work, *arguments)}, in turn on the same ranks.
+
+    To start ranks takes longer than most of what tests do on them.
+    """
+    return {name: work(*arguments) for name, (work, *arguments) in cases.items()}
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    """Return the message of the error that the work raises, "" for none."""
+    try:
+        work()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:

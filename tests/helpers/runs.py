@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from envs.hardware.discover import present
 from envs.placement import Placement
@@ -20,7 +21,7 @@ from graphs.graph import GraphArrays
 from placer.cli.main import main
 from placer.parallel.methods.registry import OPTIONS
 from placer.sources.target import load_step
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import free_port, on_ranks
 
 TARGET = """
 import os, signal, torch
@@ -94,13 +95,32 @@ def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+def run_in_turn(runs: Sequence[tuple[int, Sequence[str]]]) -> list[tuple[int, str, str]]:
+    """Run each of (port of the store, arguments); a single rank needs no store and may fail."""
+    results = []
+    for port, words in runs:
+        os.environ["MASTER_PORT"] = str(port)
+        results.append(rank(words))
+        if dist.is_initialized():  # it failed
+            dist.destroy_process_group()
+    return results
+
+
+def all_ran(ranks: int, *runs: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the JSON that rank 0 prints in each of several runs, one after the other."""
+    stored = [(free_port(), [*words, "--json"]) for words in runs]
+    found: list[dict[str, Any]] = []
+    for of_run in zip(*on_ranks(ranks, run_in_turn, stored, joined=False), strict=True):
+        for code, _, err in of_run:
+            assert code == 0, err
+        assert all(not out for _, out, _ in of_run[1:])
+        found.append(json.loads(of_run[0][1]))
+    return found
+
+
 def ran(ranks: int, *arguments: str) -> dict[str, Any]:
     """Return the JSON that rank 0 prints."""
-    results = on_ranks(ranks, rank, [*arguments, "--json"], joined=False)
-    for code, _, err in results:
-        assert code == 0, err
-    assert all(not out for _, out, _ in results[1:])
-    found: dict[str, Any] = json.loads(results[0][1])
+    [found] = all_ran(ranks, arguments)
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from placer.parallel.buckets import filled_buckets
 from placer.parallel.grad_sync import GradSync
 from placer.parallel.processes import groups_of_slots
-from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.ranks import each, on_ranks, refusal
 from tests.helpers.replicas import (
     backward,
     batches,
@@ -91,9 +93,19 @@ def beside_ddp(steps: int, accumulate: int) -> Any:
     return (ours, gradients(replica)), train_with_ddp(steps, accumulate)
 
 
+@cache
+def on_two_ranks() -> list[dict[str, Any]]:
+    """Return by rank what several tests need of two ranks; one launch serves them all."""
+    cases: dict[str, Any] = {f"ddp {count}": (beside_ddp, 10, count) for count in (1, 3)}
+    cases |= {zero: (one_branched_step, zero) for zero in ("to none", "to zero")}
+    found: list[dict[str, Any]] = on_ranks(2, each, cases | {"buffers": (buffers_after_a_step,)})
+    return found
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_two_replicas_train_as_under_ddp_bit_for_bit(accumulate: int) -> None:
-    for ours, ddp in on_ranks(2, beside_ddp, 10, accumulate):
+    for of_rank in on_two_ranks():
+        ours, ddp = of_rank[f"ddp {accumulate}"]
         torch.testing.assert_close(ours, ddp, rtol=0, atol=0)
 
 
@@ -126,7 +138,10 @@ def test_gradients_equal_those_of_one_process(zero: str, ranks: int) -> None:
     alone = model(seed=0)
     mean_gradients(branched_losses(8, ranks, alone))
     expected = gradients(alone)
-    for result in on_ranks(ranks, one_branched_step, zero):
+    found = (
+        on_two_ranks() if ranks == 2 else on_ranks(ranks, each, {zero: (one_branched_step, zero)})
+    )
+    for result in (of_rank[zero] for of_rank in found):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
         assert result["frozen.weight"] is None
 
@@ -154,11 +169,23 @@ def train_on_two_device_types(groups: bool) -> dict[str, Tensor]:
         return train(TwoDevices(device), group_of=lambda device: by_type.get(device.type))
 
 
+@cache
+def on_two_device_types() -> list[dict[str, Any]]:
+    """Return by rank what tests of replicas with a second device need; one launch serves them."""
+    cases: dict[str, Any] = {}
+    for several in (False, True):
+        cases[f"groups {several}"] = train_on_two_device_types, several
+        cases[f"slots {several}"] = starts_where_half_of_a_replica_is_done, several
+    found: list[dict[str, Any]] = on_ranks(2, each, cases)
+    return found
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bool) -> None:
     expected = train_alone(TwoDevices(torch.device("cpu")))
-    for result in on_ranks(2, train_on_two_device_types, groups):
+    for of_rank in on_two_device_types():
+        result = of_rank[f"groups {groups}"]
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -178,7 +205,7 @@ def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
 @pytest.mark.parametrize("slots", [False, True])
 def test_with_a_group_for_each_device_none_waits_for_another(slots: bool) -> None:
     expected = {"vdev": False, "cpu": slots}  # in one group buckets start in one order
-    assert on_ranks(2, starts_where_half_of_a_replica_is_done, slots) == [expected] * 2
+    assert [of_rank[f"slots {slots}"] for of_rank in on_two_device_types()] == [expected] * 2
 
 
 def buffers_after_a_step() -> tuple[Tensor, Tensor]:
@@ -194,7 +221,7 @@ def buffers_after_a_step() -> tuple[Tensor, Tensor]:
 
 
 def test_buffers_begin_as_those_of_rank_0_and_are_then_each_replicas_own() -> None:
-    (first, own), (second, other) = on_ranks(2, buffers_after_a_step)
+    (first, own), (second, other) = (of_rank["buffers"] for of_rank in on_two_ranks())
     assert torch.equal(first, torch.ones(4))
     assert torch.equal(second, first)
     assert not torch.equal(own, other)
@@ -271,15 +298,15 @@ def nothing_to_train() -> None:
     GradSync(mlp().requires_grad_(False))
 
 
-@pytest.mark.parametrize(
-    ("work", "message"),
-    [
-        (backward_twice_without_finish, r"gradient of 4\.\w+ arrived once more"),
-        (of_different_shapes, r"ranks differ \(ranks 0, 2: \w+; rank 1: "),
-        (of_different_strides, r"ranks differ \(ranks 0, 2: \w+; rank 1: "),
-        (nothing_to_train, "no parameter needs a gradient"),
-    ],
-)
-def test_replicas_that_cannot_be_reduced_are_refused(work: Any, message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        on_ranks(3, work)
+def test_replicas_that_cannot_be_reduced_are_refused() -> None:
+    works = {
+        "shapes": of_different_shapes,
+        "strides": of_different_strides,
+        "nothing": nothing_to_train,
+        "twice": backward_twice_without_finish,  # the last: what it started goes on
+    }
+    for messages in on_ranks(3, each, {name: (refusal, work) for name, work in works.items()}):
+        for name in ("shapes", "strides"):
+            assert re.search(r"ranks differ \(ranks 0, 2: \w+; rank 1: ", messages[name])
+        assert "no parameter needs a gradient" in messages["nothing"]
+        assert re.search(r"gradient of 4\.\w+ arrived once more", messages["twice"])

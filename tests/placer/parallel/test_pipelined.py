@@ -19,7 +19,7 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 from placer.parallel import SyncConfig
 from placer.parallel.pipelined import PipelinedReplica
-from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.ranks import RankError, each, on_ranks
 from tests.helpers.replicas import backward, parameters
 
 MICRO_BATCHES = 4
@@ -83,19 +83,20 @@ def in_one_process() -> tuple[dict[str, Tensor], list[list[float]]]:
     return parameters(plain), losses
 
 
-@pytest.mark.parametrize(
-    ("schedule", "config"),
-    [(Schedule1F1B, SyncConfig()), (ScheduleGPipe, SyncConfig(method="ma", period=1))],
-)
-def test_two_stages_of_two_replicas_train_as_one_process(schedule: Any, config: SyncConfig) -> None:
-    results = on_ranks(4, trained, schedule, config)
+def test_two_stages_of_two_replicas_train_as_one_process() -> None:
+    cases = {
+        "1f1b": (trained, Schedule1F1B, SyncConfig()),
+        "gpipe": (trained, ScheduleGPipe, SyncConfig(method="ma", period=1)),
+    }
     expected, losses = in_one_process()
-    for rank, (found, own) in enumerate(results):
+    for rank, of_rank in enumerate(on_ranks(4, each, cases)):
         replica, stage = divmod(rank, 2)
-        assert set(found) == {n for n in expected if n.startswith(SECOND_STAGE) == bool(stage)}
-        torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-5, atol=1e-6)
+        names = {n for n in expected if n.startswith(SECOND_STAGE) == bool(stage)}
         shown = [pair[replica] for pair in losses] if stage else [None] * STEPS
-        assert own == pytest.approx(shown, abs=1e-6)
+        for found, own in of_rank.values():
+            assert set(found) == names
+            torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-5, atol=1e-6)
+            assert own == pytest.approx(shown, abs=1e-6)
 
 
 def replica_on(shape: tuple[int, int], micro_batches: int) -> None:

@@ -27,7 +27,7 @@ from placer.replicate.plan import plan_job
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import arguments, prepared, ran, rank, written
+from tests.helpers.runs import all_ran, arguments, prepared, ran, rank, run_in_turn, written
 
 NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
 
@@ -79,19 +79,19 @@ def test_replicas_train_as_one_process_and_rank_0_prints_losses(tmp_path: Path) 
     assert not other
 
 
-@pytest.mark.parametrize(
-    ("sync", "remark"),
-    [
-        ("onebit", "after 200 plain steps, and this run has 2"),
-        ("onebit,warmup-steps=1", ""),
-        ("onebit,warmup-steps=2", "after 2 plain steps"),
-    ],
-)
-def test_a_run_says_when_its_method_begins(sync: str, remark: str, tmp_path: Path) -> None:
-    [(code, _, err)] = on_ranks(1, rank, prepared(tmp_path)(2, sync=sync), joined=False)
-    assert code == 0, err
-    assert remark in err
-    assert ("plain steps" in err) is bool(remark)
+def test_a_run_says_when_its_method_begins(tmp_path: Path) -> None:
+    remarks = {
+        "onebit": "after 200 plain steps, and this run has 2",
+        "onebit,warmup-steps=1": "",
+        "onebit,warmup-steps=2": "after 2 plain steps",
+    }
+    words = prepared(tmp_path)
+    runs = [(0, words(2, sync=sync)) for sync in remarks]
+    [results] = on_ranks(1, run_in_turn, runs, joined=False)
+    for remark, (code, _, err) in zip(remarks.values(), results, strict=True):
+        assert code == 0, err
+        assert remark in err
+        assert ("plain steps" in err) is bool(remark)
 
 
 def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replication:
@@ -186,8 +186,8 @@ def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
 ) -> None:
     words = partial(prepared(tmp_path, dropout=0.2), data="blocks", sync="bmuf", period=3)
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    ran(2, *words(12, checkpoint=whole))  # 4 blocks, 2 sweeps
-    ran(2, *words(6, checkpoint=parts))
+    # 4 blocks, 2 sweeps
+    all_ran(2, words(12, checkpoint=whole), words(6, checkpoint=parts))
     ran(2, *words(12, checkpoint=parts), "--resume")
     for number in range(2):
         ends = [
@@ -208,8 +208,9 @@ def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_r
     core = f"core:{min(os.sched_getaffinity(0))}"
     words = partial(prepared(tmp_path, core, dropout=0.5), data="same")
     kept = tmp_path / "run.json"
-    whole = ran(2, *words(6, checkpoint=tmp_path / "whole.json"))
-    first = ran(2, *words(3, checkpoint=kept))
+    whole, first = all_ran(
+        2, words(6, checkpoint=tmp_path / "whole.json"), words(3, checkpoint=kept)
+    )
     assert first["losses"] == whole["losses"][:3]
     assert ran(2, *words(6, checkpoint=kept), "--resume")["losses"] == whole["losses"]
     mine, theirs = (
@@ -269,22 +270,21 @@ def test_bad_usage_is_refused_before_anything_starts(
     assert message in alone([*words, *more], capsys)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more", "message"),
-    [
-        (1, ["--lr", "0.2"], "run with lr 0.1, this one has 0.2"),
-        (2, [], "run with 1 ranks, this one has 2"),
-        (1, ["--sync", "ma,period=2"], "a run with period None, this one has 2"),
-        (1, ["--placement", "other"], "a run with placement "),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(
-    ranks: int, more: list[str], message: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json", sync="ma")
-    ran(1, *words)
     other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
-    more = [other if word == "other" else word for word in more]
-    for code, _, err in on_ranks(ranks, rank, [*words, "--resume", *more], joined=False):
+    refused = {
+        "run with lr 0.1, this one has 0.2": ["--lr", "0.2"],
+        "a run with period None, this one has 2": ["--sync", "ma,period=2"],
+        "a run with placement ": ["--placement", other],
+    }
+    runs = [(0, words), *((0, [*words, "--resume", *more]) for more in refused.values())]
+    [[(code, _, err), *results]] = on_ranks(1, run_in_turn, runs, joined=False)
+    assert code == 0, err
+    resumed = on_ranks(2, rank, [*words, "--resume"], joined=False)
+    for message, (code, _, err) in [
+        *zip(refused, results, strict=True),
+        *(("run with 1 ranks, this one has 2", result) for result in resumed),
+    ]:
         assert code == 1
         assert message in err

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import RankError, on_ranks
-from tests.helpers.runs import arguments, errors_to_file, placed, prepared, ran, rank
+from tests.helpers.runs import all_ran, arguments, errors_to_file, placed, prepared, ran, rank
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_can_resume(tmp_path: Path) -> None:
@@ -32,9 +32,9 @@ def test_a_rank_that_is_killed_is_named_and_the_run_can_resume(tmp_path: Path) -
     message = errors_of(0, tmp_path)
     assert "rank 0: rank 1 died or hangs: pid " in message
     assert "(step 7 of rank 0 failed: " in message
-    again = ran(2, *kept)
+    again, whole = all_ran(2, kept, words())
     assert again["first_step"] == 6
-    assert again["losses"] == ran(2, *words())["losses"]
+    assert again["losses"] == whole["losses"]
 
 
 @pytest.mark.slow

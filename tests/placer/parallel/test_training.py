@@ -17,14 +17,14 @@ from placer.parallel.training import STATE_FORMAT, Checkpoint, write_model
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import prepared, ran
+from tests.helpers.runs import all_ran, prepared, ran
 
 
 def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Path) -> None:
     words = prepared(tmp_path)
     saved = tmp_path / "model.safetensors"
-    ran(2, *words(4, "batch", save=saved))
-    expected = ran(2, *words(5, "batch"))["losses"][4]
+    _, whole = all_ran(2, words(4, "batch", save=saved), words(5, "batch"))
+    expected = whole["losses"][4]
     target = tmp_path / "target.py"
     step = load_step(f"{target}:build", training=True)
     load_model(step.model, saved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,10 +28,11 @@ from placer.parallel.methods.reductions import (
     levels_of,
 )
 from placer.parallel.processes import new_group
-from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.ranks import RankError, each, on_ranks
 from tests.helpers.replicas import backward, mlp, mse, own_batch, parameters
 
 SIZES = ((5, 3), (7,), (40, 2))
+BIT_STEPS = 6
 
 
 def bucket_of(gradients: list[Tensor]) -> Bucket:
@@ -62,27 +63,43 @@ def flat_mean(ranks: int, step: int = 0) -> Tensor:
     return torch.stack(every).mean(0)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "make", "tolerance"),
-    [
-        (4, AllReduce, 1e-6),
-        (4, Float16, 3e-3),
-        (4, BFloat16, 3e-2),
-        (4, partial(Hierarchical, levels=(2, 2)), 1e-6),
-        (4, partial(Hierarchical, levels=(4, 1)), 1e-6),
-        (4, partial(Hierarchical, levels=(1, 4)), 1e-6),
-        (8, partial(Hierarchical, levels=(2, 2, 2)), 1e-6),
-        (2, partial(HookReduction, default_hooks.fp16_compress_hook, None), 3e-3),
-    ],
-    ids=["allreduce", "fp16", "bf16", "2x2", "4x1", "1x4", "2x2x2", "hook fp16"],
-)
-def test_the_mean_is_the_same_on_all_ranks(
-    ranks: int, make: Callable[[], Reduction], tolerance: float
-) -> None:
-    results = on_ranks(ranks, reduced, make)
-    for [mean] in results:
+REDUCTIONS: dict[str, tuple[int, Callable[[], Reduction], float]] = {
+    "allreduce": (4, AllReduce, 1e-6),
+    "fp16": (4, Float16, 3e-3),
+    "bf16": (4, BFloat16, 3e-2),
+    "2x2": (4, partial(Hierarchical, levels=(2, 2)), 1e-6),
+    "4x1": (4, partial(Hierarchical, levels=(4, 1)), 1e-6),
+    "1x4": (4, partial(Hierarchical, levels=(1, 4)), 1e-6),
+    "2x2x2": (8, partial(Hierarchical, levels=(2, 2, 2)), 1e-6),
+    "hook fp16": (2, partial(HookReduction, default_hooks.fp16_compress_hook, None), 3e-3),
+}
+"""{name: (ranks, reduction, tolerance of the mean)}"""
+
+
+@cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    """Return by rank what all tests need of this number of ranks; one launch serves them all."""
+    made = {name: (reduced, make) for name, (of, make, _) in REDUCTIONS.items() if of == ranks}
+    further: dict[int, dict[str, Any]] = {
+        2: {
+            "bits": (one_bit_steps, BIT_STEPS),
+            "powersgd": (train_by_powersgd, False),
+            "powersgd under ddp": (train_by_powersgd, True),
+        },
+        3: {"bits": (one_bit_steps, BIT_STEPS)},
+        8: {"levels": (levels_of_groups,)},
+    }
+    found: list[dict[str, Any]] = on_ranks(ranks, each, made | further.get(ranks, {}))
+    return found
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_the_mean_is_the_same_on_all_ranks(name: str) -> None:
+    ranks, _, tolerance = REDUCTIONS[name]
+    [first], *_ = means = [of_rank[name] for of_rank in results(ranks)]
+    for [mean] in means:
         torch.testing.assert_close(mean, flat_mean(ranks), rtol=0, atol=tolerance)
-        assert torch.equal(mean, results[0][0])
+        assert torch.equal(mean, first)
 
 
 def test_levels_that_do_not_fit_the_ranks_are_refused() -> None:
@@ -114,7 +131,7 @@ def levels_of_groups() -> dict[str, tuple[int, ...]]:
 
 def test_a_group_that_is_not_all_ranks_has_levels_of_its_own() -> None:
     expected = {"all": (2, 4), "of a host": (2,), "across": (4,)}
-    assert on_ranks(8, levels_of_groups) == [expected] * 8
+    assert [of_rank["levels"] for of_rank in results(8)] == [expected] * 8
 
 
 def one_bit_steps(steps: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -125,17 +142,16 @@ def one_bit_steps(steps: int) -> tuple[list[Tensor], dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bits_and_what_they_leave_out_add_up_to_all_gradients(ranks: int) -> None:
-    steps = 6
-    results = on_ranks(ranks, one_bit_steps, steps)
-    truth = sum(flat_mean(ranks, step) for step in range(steps))
-    left = torch.stack([kept["residual"] for _, kept in results]).mean(0)  # (ranks, length)
-    left += torch.cat([kept["stripe"] for _, kept in results])
-    sent = torch.stack(results[0][0]).sum(0)
+    found = [of_rank["bits"] for of_rank in results(ranks)]
+    truth = sum(flat_mean(ranks, step) for step in range(BIT_STEPS))
+    left = torch.stack([kept["residual"] for _, kept in found]).mean(0)  # (ranks, length)
+    left += torch.cat([kept["stripe"] for _, kept in found])
+    sent = torch.stack(found[0][0]).sum(0)
     torch.testing.assert_close(sent + left.flatten()[: len(sent)], truth, rtol=1e-5, atol=1e-5)
     assert left.abs().max() > 0.1  # encoding in bits leaves errors
-    for means, _ in results:
-        torch.testing.assert_close(means, results[0][0], rtol=0, atol=0)
-    torch.testing.assert_close(results[0][0][0], flat_mean(ranks))  # the warm-up step
+    for means, _ in found:
+        torch.testing.assert_close(means, found[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(found[0][0][0], flat_mean(ranks))  # the warm-up step
 
 
 def train_by_powersgd(under_ddp: bool) -> dict[str, Tensor]:
@@ -159,6 +175,6 @@ def train_by_powersgd(under_ddp: bool) -> dict[str, Tensor]:
 
 def test_hooks_reduce_as_under_ddp() -> None:
     # one bucket in both; DDP keeps its parameters in the same order after the first step
-    ours, ddp = (on_ranks(2, train_by_powersgd, under_ddp) for under_ddp in (False, True))
-    for result, expected in zip(ours, ddp, strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    for of_rank in results(2):
+        ours, ddp = of_rank["powersgd"], of_rank["powersgd under ddp"]
+        torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ from placer.parallel.methods.block_averager import AVERAGING, BMUF
 from placer.parallel.methods.reductions import PowerSgd
 from placer.parallel.methods.registry import METHODS, method_named
 from placer.parallel.processes import new_group
-from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.ranks import RankError, each, on_ranks, refusal
 from tests.helpers.replicas import (
     backward,
     batches,
@@ -71,6 +71,7 @@ class Outcome(NamedTuple):
     after: float
     result: dict[str, Tensor]
     resumed: dict[str, Tensor]
+    plain: dict[str, Tensor]
 
 
 @torch.no_grad()
@@ -89,7 +90,7 @@ def run(name: str) -> Outcome:
     sync.finish()
     result, after = parameters(replica), loss_of(replica)
     if name == "asgd":
-        return Outcome(before, after, result, {})
+        return Outcome(before, after, result, {}, {})
     states: list[Any] = []
     for first, last in ((0, STOP), (STOP, STEPS)):
         replica = model(seed=dist.get_rank())
@@ -100,18 +101,19 @@ def run(name: str) -> Outcome:
         trained(replica, sync, first, last)
         states = copy.deepcopy([replica.state_dict(), sync.state_dict()])
     sync.finish()
-    return Outcome(before, after, result, parameters(replica))
+    return Outcome(before, after, result, parameters(replica), plain(name))
 
 
 @cache
-def outcomes(name: str) -> list[Outcome]:
-    found: list[Outcome] = on_ranks(RANKS, run, name)
+def outcomes() -> list[dict[str, Outcome]]:
+    """Return by rank the outcome of every method; one launch of ranks serves all tests."""
+    found: list[dict[str, Outcome]] = on_ranks(RANKS, each, {name: (run, name) for name in NAMES})
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
-    first, *others = outcomes(name)
+    first, *others = (of_rank[name] for of_rank in outcomes())
     start = parameters(model(seed=0))
     assert first.after < 0.9 * first.before
     for outcome in others:
@@ -124,8 +126,8 @@ def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "asgd"])
 def test_a_method_that_stops_and_resumes_ends_bit_for_bit_the_same(name: str) -> None:
-    for outcome in outcomes(name):
-        torch.testing.assert_close(outcome.resumed, outcome.result, rtol=0, atol=0)
+    for of_rank in outcomes():
+        torch.testing.assert_close(of_rank[name].resumed, of_rank[name].result, rtol=0, atol=0)
 
 
 def plain(name: str) -> dict[str, Tensor]:
@@ -185,13 +187,13 @@ def averaged_twin(momentum: float, rate: float, nesterov: bool) -> dict[str, Ten
 def test_a_method_equals_its_plain_twin(name: str) -> None:
     expected = averaged_twin(*AVERAGES[name]) if name in AVERAGES else synchronous_twin()
     tolerance = TOLERANCE.get(name, 1e-6)
-    for result in on_ranks(RANKS, plain, name):
-        torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
+    for of_rank in outcomes():
+        torch.testing.assert_close(of_rank[name].plain, expected, rtol=0, atol=tolerance)
 
 
 def test_with_one_worker_the_server_does_plain_sgd() -> None:
-    [served], [expected] = on_ranks(1, plain, "asgd"), on_ranks(1, plain, "allreduce")
-    torch.testing.assert_close(served, expected, rtol=0, atol=0)
+    [found] = on_ranks(1, each, {name: (plain, name) for name in ("asgd", "allreduce")})
+    torch.testing.assert_close(found["asgd"], found["allreduce"], rtol=0, atol=0)
 
 
 def reported(slow_rank: int) -> dict[str, Any]:
@@ -231,17 +233,16 @@ def server_that_loses_a_worker() -> None:
     sync.finish()
 
 
-@pytest.mark.parametrize(
-    ("work", "message"),
-    [
-        (server_of_nothing, "no parameter needs a gradient"),
-        (server_of_some_ranks, "asgd has one server for all 2 ranks"),
-        (server_that_loses_a_worker, r"(?s)rank 0: .*the parameter server stopped"),
-    ],
-)
-def test_the_server_refuses_what_it_cannot_serve(work: Any, message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        on_ranks(2, work)
+def test_the_server_refuses_what_it_cannot_serve() -> None:
+    works = {"nothing": server_of_nothing, "some": server_of_some_ranks}
+    for messages in on_ranks(2, each, {name: (refusal, work) for name, work in works.items()}):
+        assert "no parameter needs a gradient" in messages["nothing"]
+        assert "asgd has one server for all 2 ranks" in messages["some"]
+
+
+def test_a_server_that_loses_a_worker_says_so() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0: .*the parameter server stopped"):
+        on_ranks(2, server_that_loses_a_worker)
 
 
 def after_a_block(update: BlockUpdate) -> tuple[float, Tensor]:
@@ -257,14 +258,15 @@ def after_a_block(update: BlockUpdate) -> tuple[float, Tensor]:
     return momentum, norm.get_buffer("running_mean").clone()
 
 
-@pytest.mark.parametrize("update", [BMUF, AVERAGING], ids=["bmuf", "averaging"])
-def test_blocks_end_with_common_statistics_and_bmuf_forgets_local_momentum(
-    update: BlockUpdate,
-) -> None:
-    (momentum, mean), (_, other) = on_ranks(RANKS, after_a_block, update)
-    assert torch.equal(mean, other)
-    assert mean.abs().max() > 0
-    assert (momentum == 0.0) == update.reset_inner
+def test_blocks_end_with_common_statistics_and_bmuf_forgets_local_momentum() -> None:
+    updates = {"bmuf": BMUF, "averaging": AVERAGING}
+    cases = {name: (after_a_block, update) for name, update in updates.items()}
+    first, second = on_ranks(RANKS, each, cases)
+    for name, update in updates.items():
+        (momentum, mean), (_, other) = first[name], second[name]
+        assert torch.equal(mean, other)
+        assert mean.abs().max() > 0
+        assert (momentum == 0.0) == update.reset_inner
 
 
 def test_workers_may_be_stacked_in_one_process() -> None:
