@@ -26,7 +26,7 @@ from envs.simulator import Simulator
 
 TURN_S: Final = 0.06
 """Time of the counted steps of a turn."""
-LONG_STEP_S: Final = 0.3
+LONG_STEP_S: Final = 0.15
 """A step that takes so long is a turn, since what ran before hardly matters for it."""
 
 

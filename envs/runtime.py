@@ -8,7 +8,7 @@ asks which of the two a cluster needs; importing it does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -16,7 +16,7 @@ import networkx as nx
 
 from envs.backend import Backend, ProgressCallback, StepResult
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_core, is_here, present, split_name
+from envs.hardware.discover import is_core, is_here, is_local_core_set, present, split_name
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
@@ -127,6 +127,19 @@ def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = Fal
             "leave overlap out, it is for cuda:* and cpu"
         )
     return CoreRuntime(extraction, cluster)
+
+
+def start_ahead(cluster: Cluster) -> None:
+    """Start the process that forks the workers of a cluster, if all of them are here.
+
+    It imports torch while the model is loaded and extracted. If it cannot be started, the first
+    worker says why.
+    """
+    if all(map(is_local_core_set, cluster.names)):
+        from envs.executors.cores.fork_server import running_server
+
+        with suppress(OSError):
+            running_server()
 
 
 def backend_named(

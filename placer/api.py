@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import networkx as nx
 
 from envs.costs.roofline import cluster_of
+from envs.runtime import start_ahead
 from graphs.extract import AUTO
 from placer.costed_step import costed_step
 from placer.evaluation import (
@@ -127,6 +128,8 @@ def optimize(
 
 def run_job(job: Job, progress: Progress) -> Result:
     """Load what a job places, and place it."""
+    if job.search.measure and not job.has_costs:
+        start_ahead(job.cluster)
     job = job.loaded(progress)
     return optimize_job(job, progress) if job.replicas is None else plan_job(job, progress).result
 

@@ -35,6 +35,9 @@ from graphs.extract.program import Call, Ref, StepProgram, Value
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
+LONG_STEP_S: Final = 0.15
+"""A step that takes so long is run ``FEWEST_REPEATS`` times: longer runs differ less."""
+FEWEST_REPEATS: Final = 3
 RUNS_AT_ONCE: Final = 2
 """On each device in a row; the first does not count."""
 PROFILE_TIMEOUT_S: Final = 600.0
@@ -76,10 +79,12 @@ def profile_runs(
     devices: Sequence[Device],
     *,
     beside: Sequence[Device] = (),
-    repeats: int = REPEATS,
+    repeats: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """Return the seconds of every op in every run, {device kind: (repeats, N)}.
+
+    By default these are ``REPEATS`` runs, of a long step ``FEWEST_REPEATS``.
 
     The whole step runs on the first device of each kind; the time of an op is that of its call, of
     the views made for it, and of handing over the results of the step that it makes. On one core
@@ -94,16 +99,15 @@ def profile_runs(
     """
     first_of = first_of_kinds(devices)
     kinds = {device.kind for device in beside}
-    total = len(first_of) * (WARM_UP + repeats)
+    total = len(first_of) * (WARM_UP + (repeats or REPEATS))
     done = itertools.count(1)
 
-    def run_s(step: _WholeStep) -> NDArray[np.float64]:
-        times_s = step.run_s()
+    def report() -> None:
         if progress is not None:
             progress(min(next(done), total), total)
-        return times_s
 
     def runs_on(device: Device) -> list[list[NDArray[np.float64]]]:
+        nonlocal total
         alone: list[NDArray[np.float64]] = []
         loaded: list[NDArray[np.float64]] = []
         others = [one for one in beside if one.name != device.name and device.kind in kinds]
@@ -112,9 +116,14 @@ def profile_runs(
             if others:
                 _at_once(steps)  # warms them all up
             for _ in range(WARM_UP):
-                run_s(steps[0])
-            for repeat in range(repeats):
-                alone.append(run_s(steps[0]))
+                if not others:
+                    steps[0].run_s()
+                report()
+            count = repeats or repeats_for(steps[0].wall_s)
+            total -= (repeats or REPEATS) - count
+            for repeat in range(count):
+                alone.append(steps[0].run_s())
+                report()
                 if others and repeat % 2 == 0:
                     loaded += _at_once(steps)
         return [alone, loaded]
@@ -126,6 +135,11 @@ def profile_runs(
         if loaded:
             profiled[loaded_kind(kind, len(beside))] = _to_median_run(loaded)
     return profiled
+
+
+def repeats_for(step_s: float) -> int:
+    """Return how often a step of this length is run."""
+    return REPEATS if step_s < LONG_STEP_S else FEWEST_REPEATS
 
 
 class _WholeStep:

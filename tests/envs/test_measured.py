@@ -183,8 +183,8 @@ def test_a_backend_without_noise_is_compared_by_a_single_time(setup: Setup) -> N
 @pytest.mark.parametrize(
     ("times_s", "median_s", "count"),
     [
-        ([0.3, 9.0], 0.3, 1),  # long: a turn by itself
-        ([0.29, 0.06, 9.0], 0.06, 2),  # the first one is not counted
+        ([0.15, 9.0], 0.15, 1),  # long: a turn by itself
+        ([0.14, 0.06, 9.0], 0.06, 2),  # the first one is not counted
         ([0.05, 0.02, 0.02, 0.03, 9.0], 0.02, 4),  # until 0.06 s have passed
         ([0.001] + [0.005, 0.01] * 10, 0.0075, 9),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from torch import nn
 
 import placer
+from envs.executors.cores import fork_server
 from envs.hardware.cluster import cluster_to_toml
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import load_graph, save_graph
+from placer.api import run_job
 from placer.cli.main import main
-from placer.job import Job
+from placer.job import Job, SearchConfig
+from placer.progress import Silent
 from placer.search import registry
 from placer.search.heuristics import Heft, RoundRobin
 from tests.helpers.clusters import toy_pair
@@ -200,3 +204,23 @@ def test_a_backend_of_the_user_decides_between_the_best_candidates(
     assert result.placement.devices == backend.ran[-1].devices
     assert (result.placement.measured or {})["step_s"] == 1.0 / len(ran)
     assert result.best.predicted_s > min(row.predicted_s for row in ran)
+
+
+def test_what_forks_workers_starts_before_a_model_that_is_run_on_cores_is_loaded(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(fork_server, "running_server", lambda: started.append("server"))
+    (tmp_path / "model.py").write_text("def build():\n    raise RuntimeError('loaded')\n")
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    for devices, measure, count in ((core, True, 1), (core, False, 0), ("cpu", True, 0)):
+        job = Job.of(
+            f"{tmp_path / 'model.py'}:build", devices, search=SearchConfig(measure=measure)
+        )
+        started.clear()
+        with pytest.raises(Exception, match="loaded"):
+            run_job(job, Silent())
+        assert len(started) == count
+    graph, cluster = files
+    run_job(Job.of(graph, cluster, search=SearchConfig(policy=None, budget="10e")), Silent())
+    assert not started

@@ -326,6 +326,20 @@ def test_the_step_runs_alone_and_on_all_cores_at_once() -> None:
     assert reports == [(i + 1, 5) for i in range(5)]
 
 
+@pytest.mark.parametrize(("long_step_s", "repeats"), [(np.inf, 5), (0.0, 3)])
+def test_long_steps_are_run_less_often(
+    long_step_s: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONG_STEP_S", long_step_s)
+    extraction = extract(tiny_models.conv_net())
+    reports: list[tuple[int, int]] = []
+    runs_s = profile_runs(
+        extraction, discover(CORE).devices, progress=lambda *at: reports.append(at)
+    )
+    assert runs_s["core"].shape == (repeats, extraction.program.op_count)
+    assert reports == [(1, 7), (2, 7), *((2 + i, 2 + repeats) for i in range(1, repeats + 1))]
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.usefixtures("cache")
 def test_two_cores_get_loaded_costs_and_one_core_none() -> None:
