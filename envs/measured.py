@@ -206,6 +206,11 @@ def turn(run: Callable[[], TimedStep]) -> TimedStep:
     )
 
 
+def turn_s(step_s: float) -> float:
+    """Return the seconds of a turn of steps of this length."""
+    return step_s if step_s >= LONG_STEP_S else step_s + max(step_s, TURN_S)
+
+
 class _Runs:
     """The counted turns of one candidate, or the reason why it cannot be run."""
 

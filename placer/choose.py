@@ -94,7 +94,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     it, never wins. On a busy machine the unplaced model, which has wall times only, is compared
     with nothing.
     """
-    tried = [each for each in candidates if each.measurement is not None]
+    tried = [each for each in candidates if each.measurement is not None and not each.eliminated]
     if not tried:
         placed = [each for each in candidates if not each.is_unplaced]
         feasible = [each for each in placed if np.isfinite(each.predicted_s)]
@@ -130,10 +130,32 @@ def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
     return min(equal, key=lambda run: (run[0].simplicity, step_s(run)))[0]
 
 
+def finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return what is run once more: the placements that may be the fastest, and the baselines.
+
+    These are the fastest placement, the simplest of those within noise of it, a warm start, the
+    fastest device by itself and the unplaced model. Returns [] where there is nothing to compare,
+    or other processes use the cores, where more runs cost much and tell little.
+    """
+    tried = [each for each in candidates if each.measurement is not None and not each.eliminated]
+    ran = [each for each in tried if each.can_run]
+    if runs_contended(ran):
+        return []
+
+    def fastest(some: Sequence[Candidate]) -> list[Candidate]:
+        return sorted(some, key=lambda each: each.ranking_s(contended=False))[:1]
+
+    several = [each for each in ran if not (each.is_single or each.is_unplaced)]
+    always = [each for each in ran if each.kind in (Kind.UNPLACED, Kind.WARM_START)]
+    found = [*fastest(several), choose(several)] if several else []
+    found += fastest([each for each in ran if each.is_single]) + always
+    return list(dict.fromkeys(found)) if len(set(found)) > 1 else []
+
+
 def best_single_device(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the best candidate on one device, measured ones first; None if none can run."""
     singles = [each for each in candidates if each.is_single and each.can_run]
-    measured = [each for each in singles if each.measurement is not None]
+    measured = [each for each in singles if each.measurement is not None and not each.eliminated]
     busy = runs_contended(candidates)
     return min(measured or singles, key=lambda each: each.ranking_s(contended=busy), default=None)
 

@@ -205,7 +205,11 @@ def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) ->
 def tie(best: Candidate, candidates: Sequence[Candidate], *, contended: bool) -> str:
     """Return why a candidate was chosen although another was faster."""
     best_s = best.ranking_s(contended=contended)
-    ran = [each for each in candidates if each.measurement is not None and each.can_run]
+    ran = [
+        each
+        for each in candidates
+        if each.measurement is not None and each.can_run and not each.eliminated
+    ]
     if best.measurement is None or all(
         best_s <= each.ranking_s(contended=contended) for each in ran
     ):

@@ -286,8 +286,12 @@ def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
 
 
 def _fastest(candidates: Sequence[Candidate], *, contended: bool) -> Candidate | None:
-    """Return the fastest candidate that was run."""
-    ran = [each for each in candidates if each.measurement is not None and each.can_run]
+    """Return the fastest candidate that was run, and was not eliminated."""
+    ran = [
+        each
+        for each in candidates
+        if each.measurement is not None and each.can_run and not each.eliminated
+    ]
     return min(ran, key=lambda each: each.ranking_s(contended=contended), default=None)
 
 

@@ -24,7 +24,7 @@ from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import cores_of, is_local_core_set, present
-from envs.measured import LONG_STEP_S, TURN_S, Measured
+from envs.measured import Measured, turn_s
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule, run_order
@@ -172,5 +172,4 @@ def _seconds(costs: Mapping[str, OpCosts]) -> float:
 
 def rounds_for(step_s: float) -> int:
     """Return the number of turns of a placement that take about a second, 5 to 11."""
-    turn_s = step_s if step_s >= LONG_STEP_S else step_s + max(step_s, TURN_S)
-    return int(min(max(MEASURED_S / turn_s, FEWEST_ROUNDS), MOST_ROUNDS))
+    return int(min(max(MEASURED_S / turn_s(step_s), FEWEST_ROUNDS), MOST_ROUNDS))

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
+from envs.measured import turn_s
 from envs.problem import Problem
-from placer.choose import choose, worth_running
+from placer.choose import choose, finalists, worth_running
 from placer.interrupt import Interrupt
 from placer.progress import Progress, counter
 from placer.search.candidate import Candidate, Kind
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
+
+
+FIRST_ROUNDS: Final = 3
+"""Rounds of all candidates, before the best of them are run once more."""
+FINAL_S: Final = 6.0
+FEWEST_FINAL_ROUNDS: Final = 5
+MOST_FINAL_ROUNDS: Final = 21
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +37,9 @@ class CandidateRuns:
     def best(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Run the best candidates and the best single devices; return all with measurements."""
         chosen = worth_running(candidates, problem.cluster)
-        return self._run(problem, candidates, chosen) if chosen else list(candidates)
+        if not chosen:
+            return list(candidates)
+        return self._run(problem, candidates, chosen, FIRST_ROUNDS)
 
     def further(
         self, problem: Problem, before: list[Candidate], found: Sequence[Candidate]
@@ -55,8 +65,35 @@ class CandidateRuns:
         others = [replace(each, measurement=None) if each in ran else each for each in others]
         return sorted([*after, *others], key=lambda each: each.predicted_s)
 
+    def final(self, problem: Problem, before: list[Candidate]) -> list[Candidate]:
+        """Run the fastest placement and the baselines once more, in more rounds and new workers.
+
+        The fastest of several candidates was also the luckiest: its times in new rounds are not
+        biased. Only runs of these rounds are compared; the other candidates are eliminated. If the
+        rounds do not end, those of ``before`` count. A user's own backend runs nothing again.
+        """
+        kept = [] if isinstance(self.backend, Backend) else finalists(before)
+        if not kept or self.interrupt.requested:
+            return before
+        self.progress.stage("Running the fastest once more")
+        try:
+            after = self._run(problem, kept, range(len(kept)), final_rounds(kept))
+        except (WorkerError, OSError):
+            return before
+        if self.interrupt.requested or any(each.failure for each in after):
+            return before
+        again = dict(zip(kept, after, strict=True))
+        return [
+            again[each] if each in again else replace(each, eliminated=each.measurement is not None)
+            for each in before
+        ]
+
     def _run(
-        self, problem: Problem, candidates: Sequence[Candidate], chosen: Sequence[int]
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        chosen: Sequence[int],
+        rounds: int | None = None,
     ) -> list[Candidate]:
         """Run the chosen ones of some candidates in turn."""
         placements = [candidates[i].placement for i in chosen]
@@ -66,7 +103,7 @@ class CandidateRuns:
             interrupted = getattr(self.backend, "interrupted", False)
         else:
             predicted_s = [candidates[i].predicted_s for i in chosen]
-            with self.backend.backend(problem, predicted_s) as measured:
+            with self.backend.backend(problem, predicted_s, rounds=rounds) as measured:
                 results = measured.evaluate(placements, advance)
                 interrupted = measured.interrupted
         self.interrupt.requested |= interrupted
@@ -75,3 +112,9 @@ class CandidateRuns:
             if measurement.counts:
                 after[i] = replace(candidates[i], measurement=measurement)
         return after
+
+
+def final_rounds(candidates: Sequence[Candidate]) -> int:
+    """Return the number of rounds of these candidates that take ``FINAL_S``, 5 to 21."""
+    round_s = sum(turn_s(each.ranking_s(contended=False)) for each in candidates)
+    return int(min(max(FINAL_S / round_s, FEWEST_FINAL_ROUNDS), MOST_FINAL_ROUNDS))

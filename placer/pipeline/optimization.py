@@ -145,6 +145,7 @@ class _Optimization:
             self._use_less_memory(runs)
         elif not self.search.interrupt.requested:
             self._calibrate(runs)
+        self.candidates = runs.final(self.problem, self.candidates)
 
     def _use_less_memory(self, runs: CandidateRuns) -> None:
         """Search again with less memory while the best candidates run out of it."""

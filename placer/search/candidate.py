@@ -66,7 +66,8 @@ class Candidate:
     the search proved: INFEASIBLE_NS if none is feasible, None if nothing was proved.
 
     Later steps add the ``prediction``, which the properties below require, and the ``measurement``
-    if it was run. Decisions depend on ``kind``, never on the display name.
+    if it was run; ``eliminated`` if only faster ones were run once more. Decisions depend on
+    ``kind``, never on the display name.
     """
 
     kind: Kind
@@ -77,6 +78,7 @@ class Candidate:
     bound_ns: int | None = None
     prediction: Prediction | None = None
     measurement: Measurement | None = None
+    eliminated: bool = False
 
     @property
     def is_single(self) -> bool:

@@ -1,0 +1,166 @@
+"""Runs of candidates, with set times: a few rounds of all, then more of the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from envs.backend import StepResult
+from envs.executors.cores.errors import WorkerError
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem, toy_problem
+from envs.runtime import Runtime
+from placer.choose import choose, finalists
+from placer.interrupt import Interrupt
+from placer.pipeline.candidate_runs import CandidateRuns, final_rounds
+from placer.progress import Silent
+from placer.search.candidate import Candidate, Kind, Prediction
+
+SINGLE, HEFT, ANNEALING, POLICY = Kind.SINGLE_DEVICE, Kind.HEFT, Kind.ANNEALING, Kind.POLICY
+PROBLEM = toy_problem()
+COUNT = PROBLEM.op_count
+DEVICES = {
+    SINGLE: np.zeros(COUNT, np.int32),
+    HEFT: np.arange(COUNT, dtype=np.int32) % 2,
+    ANNEALING: (np.arange(COUNT, dtype=np.int32) // 2) % 2,
+    POLICY: (np.arange(COUNT, dtype=np.int32) // 3) % 2,
+}
+KIND_OF = {devices.tobytes(): kind for kind, devices in DEVICES.items()}
+FIRST_S = {SINGLE: 2.0, HEFT: 1.2, ANNEALING: 1.0, POLICY: 1.4}
+AGAIN_S = {SINGLE: 2.0, ANNEALING: 1.3}
+
+
+class Machine:
+    """A runtime on which placements take other set times whenever it starts workers."""
+
+    def __init__(self, *times_s: Mapping[Kind, float], error: Exception | None = None) -> None:
+        self.times_s = times_s
+        self.error = error
+        self.rounds: list[int] = []
+        self.interrupted = False
+
+    def backend(self, problem: Problem, predicted_s: Sequence[float], rounds: int) -> Workers:
+        assert problem is PROBLEM
+        self.rounds.append(rounds)
+        if self.error is not None and len(self.rounds) > 1:
+            raise self.error
+        return Workers(self.times_s[len(self.rounds) - 1], rounds, interrupted=self.interrupted)
+
+
+class Workers:
+    def __init__(self, times_s: Mapping[Kind, float], rounds: int, *, interrupted: bool) -> None:
+        self.times_s = times_s
+        self.rounds = rounds
+        self.interrupted = interrupted
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def evaluate(self, placements: Sequence[Placement], progress: Any) -> list[StepResult]:
+        results = []
+        for placement in placements:
+            step_s = self.times_s[KIND_OF[placement.arrays()[0].astype(np.int32).tobytes()]]
+            runs_s = step_s * np.linspace(0.999, 1.001, self.rounds)
+            runs = Measurement(wall_s=runs_s, cpu_clock_s=runs_s)
+            results.append(StepResult.of_measurement(runs, {}))
+        return results
+
+
+def candidates() -> list[Candidate]:
+    priority = -np.arange(COUNT, dtype=float)
+    return [
+        Candidate(
+            kind=kind,
+            name=kind.value,
+            devices=devices,
+            priority=priority,
+            step_ns=0,
+            prediction=Prediction(
+                placement=Placement.of(PROBLEM.graph, PROBLEM.cluster, devices, priority),
+                objective_s=FIRST_S[kind],
+                peak_memory_bytes={},
+            ),
+        )
+        for kind, devices in DEVICES.items()
+    ]
+
+
+def run(machine: Machine) -> list[Candidate]:
+    with Interrupt() as interrupt:
+        runs = CandidateRuns(backend=cast(Runtime, machine), interrupt=interrupt, progress=Silent())
+        return runs.final(PROBLEM, runs.best(PROBLEM, candidates()))
+
+
+def rounds_of(candidate: Candidate) -> int:
+    assert candidate.measurement is not None
+    return len(candidate.measurement.wall_s)
+
+
+def test_the_fastest_runs_again_beside_the_baseline_and_only_new_times_count() -> None:
+    machine = Machine(FIRST_S, AGAIN_S)
+    ran = run(machine)
+    assert machine.rounds == [3, 5]
+    assert {each.kind: rounds_of(each) for each in ran} == {
+        SINGLE: 5,
+        HEFT: 3,
+        ANNEALING: 5,
+        POLICY: 3,
+    }
+    assert {each.kind for each in ran if each.eliminated} == {HEFT, POLICY}
+    # HEFT's time is shorter, but by other rounds.
+    best = choose(ran)
+    assert best.kind is ANNEALING
+    assert best.ranking_s(contended=False) == pytest.approx(1.3)
+
+
+def test_a_lead_that_was_luck_is_lost_in_the_final() -> None:
+    assert choose(run(Machine(FIRST_S, {SINGLE: 2.0, ANNEALING: 2.0}))).kind is SINGLE
+
+
+def test_the_first_rounds_count_if_the_final_does_not_end() -> None:
+    interrupted = Machine(FIRST_S, AGAIN_S)
+    with Interrupt() as interrupt:
+        runs = CandidateRuns(
+            backend=cast(Runtime, interrupted), interrupt=interrupt, progress=Silent()
+        )
+        first = runs.best(PROBLEM, candidates())
+        interrupted.interrupted = True
+        assert runs.final(PROBLEM, first) is first
+    lost = run(Machine(FIRST_S, AGAIN_S, error=WorkerError("the worker of a died")))
+    for ran in (first, lost):
+        assert [rounds_of(each) for each in ran] == 4 * [3]
+        assert not any(each.eliminated for each in ran)
+
+
+def test_a_placement_within_noise_of_a_simpler_one_runs_again_beside_it() -> None:
+    ran = run(Machine({**FIRST_S, HEFT: 1.0002}, {**AGAIN_S, HEFT: 1.31}))
+    assert {each.kind for each in ran if each.eliminated} == {POLICY}
+
+
+def test_what_other_processes_disturb_is_not_run_again() -> None:
+    [*ran] = run(Machine(FIRST_S, AGAIN_S))
+    assert len(finalists(ran)) == 2
+    runs_s = np.array([2.0, 2.1, 2.0])
+    busy = Measurement(wall_s=runs_s, cpu_clock_s=runs_s / 1.5)
+    assert finalists([_with(each, busy) for each in ran]) == []
+
+
+def test_final_rounds_take_seconds_within_limits() -> None:
+    ran = run(Machine(FIRST_S, AGAIN_S))
+    steps_s = {0.001: 21, 0.1: 15, 0.5: 6, 2.0: 5}
+    for step_s, rounds in steps_s.items():
+        runs_s = np.full(3, step_s)
+        runs = Measurement(wall_s=runs_s, cpu_clock_s=runs_s)
+        assert final_rounds([_with(each, runs) for each in ran[:2]]) == rounds
+
+
+def _with(candidate: Candidate, runs: Measurement) -> Candidate:
+    return replace(candidate, measurement=runs)
