@@ -35,8 +35,9 @@ FOLDER: Final = Path(__file__).parent
 PROJECT: Final = (str(FOLDER), workload.__file__)
 RECORDING: Final = (str(FOLDER / "dispatch.py"), "record")
 """Callers of this function are not the model, so that the search for its line stops here."""
-TORCH: Final = str(Path(torch.__file__).parent)
-PYTHON: Final = str(Path(logging.__file__).parent.parent)
+TORCH: Final = str(Path(torch.__file__).parent / "_")[:-1]
+PYTHON: Final = str(Path(logging.__file__).parent.parent / "_")[:-1]
+"""TORCH and PYTHON end with a separator: other packages' names begin alike (torchvision)."""
 READS_DATA: Final = "its control flow depends on the values in a tensor"
 DATA_DEPENDENT: Final = {
     "GuardOnDataDependentSymNode": READS_DATA,
@@ -59,16 +60,18 @@ def explained(
 ) -> ExtractionError:
     """Return an error with torch's reason, the line of the model, and what can be done.
 
-    ``verb`` is what cannot be done to the model, as in "exported".
+    ``verb`` is what cannot be done to the model, as in "exported". If it is not "run", the model is
+    run next to see whether its inputs are at fault (:func:`graphs.extract.eager.check_runs`).
     """
-    reason, remedy = first_line(error), None
-    advice = "The model must run on the example inputs as they are given"
-    if step.dtype != FULL:
-        advice += (
-            f", under torch.autocast in {step.dtype}; if it runs only without autocast, place it "
-            f"in {FULL}"
-        )
-        remedy = FULL
+    reason, advice, remedy = first_line(error), "", None
+    if verb == "run":
+        advice = "The model must run on the example inputs as they are given"
+        if step.dtype != FULL:
+            advice += (
+                f", under torch.autocast in {step.dtype}; if it runs only without autocast, place "
+                f"it in {FULL}"
+            )
+            remedy = FULL
     if type(error).__name__ in DATA_DEPENDENT:
         reason = DATA_DEPENDENT[type(error).__name__].format(reason)
         advice = (
@@ -85,14 +88,14 @@ def explained(
         (
             place
             for place in reversed(places)
-            if "torch/" not in place and not any(file in place for file in PROJECT)
+            if not any(file in place for file in (TORCH, *PROJECT))
         ),
         raised_at(error),
     )
     mode = "training step" if step.training else "inference"
     where = f" ({place})" if place else ""
-    text = f"{type(step.model).__name__} cannot be {verb} for {mode}: {reason}{where}. {advice}."
-    return kind(text, remedy=remedy)
+    text = f"{type(step.model).__name__} cannot be {verb} for {mode}: {reason}{where}"
+    return kind(sentences(text, *filter(None, [advice])), remedy=remedy)
 
 
 def first_line(error: Exception) -> str:

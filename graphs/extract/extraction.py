@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import networkx as nx
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -130,16 +131,22 @@ def extract(step: Workload, extractor: str = "auto") -> Extraction:
         )
     check_step(step)
     with on_host(step) as here:
-        return replace(_by_first(names, here) if len(names) > 1 else _by(names[0], here), step=step)
+        return replace(_by_first(names, here), step=step)
 
 
 def check_step(step: Workload) -> None:
     """Raise StepError if no extractor could accept the step as it is given.
 
-    A parameter has no shape yet; or, in training, none requires a gradient, or one would have a
-    sparse gradient.
+    A module is compiled to TorchScript, or a parameter has no shape yet; or, in training, none
+    requires a gradient, or one would have a sparse gradient.
     """
     name = type(step.model).__name__
+    for module, path in module_paths(step).items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StepError(
+                f"{path or name} is a module of TorchScript ({module.original_name}), whose ops "
+                "cannot be traced; give the Python module that it was made of"
+            )
     state = step.named_state()
     if unshaped := [path for path, tensor in state.items() if is_lazy(tensor)]:
         raise StepError(
@@ -173,6 +180,8 @@ def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
         except ExtractionError as error:
             if not fell_back:
                 check_runs(step)
+            if len(extractors) == 1:
+                raise
             fell_back.append(FallBack(name, sentences(str(error))))
     reasons = _by_reason(fell_back)
     raise ExtractionError(sentences(f"no extractor takes {type(step.model).__name__}", *reasons))

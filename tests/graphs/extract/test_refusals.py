@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,7 +190,53 @@ def test_what_fails_under_autocast_only_is_told_to_leave_it(extractor: str) -> N
     assert "under torch.autocast in bf16" in str(refused.value)
 
 
+def scripted(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        made: nn.Module = torch.jit.script(module)
+    return made
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_of_torchscript_are_refused_with_their_path(extractor: str, training: bool) -> None:
+    for model, path in (
+        (nn.Sequential(scripted(nn.Linear(8, 8)), nn.Linear(8, 8)), "0"),
+        (scripted(nn.Linear(8, 8)), "RecursiveScriptModule"),
+    ):
+        with pytest.raises(StepError, match=rf"^{path} is a module of TorchScript \(Linear\)"):
+            extract(Workload.of(model, (X, X), squared, training=training), extractor)
+
+
+def test_a_model_that_runs_is_not_told_to_run() -> None:
+    def untraceable(m: Any, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            raise ValueError("no tracing")
+        out: Tensor = m.linear(x).sum()
+        return out
+
+    step = linear_step(untraceable)
+    for extractor in ("export", "dispatch"):
+        with pytest.raises(ExtractionError, match=r"step: no tracing \(.*\)\.$"):
+            extract(step, extractor)
+    extraction = extract(step)
+    assert extraction.extractor == "modules"
+    assert all("must run" not in tried.reason for tried in extraction.fell_back)
+
+
 # --- wording of messages
+
+
+@pytest.mark.parametrize("package", ["torch_geometric", "torchvision", "my_torch"])
+def test_lines_of_packages_that_are_named_like_torch_are_told(package: str) -> None:
+    file = str(Path(torch.__file__).parents[1] / package / "layers.py")
+    names: dict[str, Any] = {}
+    exec(compile("def forward(m, x):\n  return m.linear(x) * float(x.sum())", file, "exec"), names)
+    step = linear_step(names["forward"], training=False)
+    line = f'File "{file}", line 2, in forward'
+    with pytest.raises(ExtractionError, match=re.escape(line)):
+        extract(step, "export")
+    assert extract(step, "dispatch").depends_on_data == (line,)
 
 
 def test_a_file_name_that_torch_cannot_take_is_told_as_such() -> None:
