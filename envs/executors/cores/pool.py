@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from envs.executors.cores.arena import Arena
+from envs.executors.cores.custom_ops import registrations
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError
 from envs.executors.cores.fork_server import last_line
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
@@ -190,9 +191,10 @@ class WorkerPool:
             self.program,
             sources=tuple(replace(source, tensor=None) for source in self.program.sources),
         )
+        custom_ops = registrations(self.program)
         seed = torch.initial_seed()
         setups = [
-            Setup(d, count, len(its_cores), spread_seed(seed, d), without_constants)
+            Setup(d, count, len(its_cores), spread_seed(seed, d), without_constants, custom_ops)
             for d, its_cores in enumerate(cores)
         ]
         self._ask(setups, timeout_s=START_TIMEOUT_S)

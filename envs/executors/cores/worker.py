@@ -28,6 +28,7 @@ import torch
 
 from envs.executors.cores.arena import Arena
 from envs.executors.cores.compiled_list import CompiledList, Signals
+from envs.executors.cores.custom_ops import Registrations
 from envs.executors.cores.instruction_lists import Instruction
 from envs.hardware.torch_devices import is_out_of_memory
 from graphs.extract.program import StepProgram
@@ -49,6 +50,7 @@ class Setup:
     threads: int
     seed: int
     program: StepProgram
+    custom_ops: Registrations
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Worker:
     """
 
     def __init__(self, setup: Setup, shared: Sequence[int]) -> None:
+        with torch.inference_mode(mode=False):
+            setup.custom_ops.load()
         torch.set_num_threads(setup.threads)
         torch.manual_seed(setup.seed)
         arena, board, *counters = shared
