@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
+from graphs.inputs import flatten_objects
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL, check_dtype
 
@@ -48,6 +50,8 @@ class Workload:
     step takes the model's own output: a scalar, or an output with a scalar ``loss``. With an
     ``optimizer`` the step also updates the parameters. In another ``dtype`` than fp32 forward pass
     and loss run under ``torch.autocast``; parameters keep their dtype.
+
+    Classes of objects that hold tensors of inputs are registered as pytrees (:mod:`graphs.inputs`).
     """
 
     model: nn.Module
@@ -69,6 +73,9 @@ class Workload:
                 f"inference has no gradients for {self.optimizer.kind} to use: leave the optimizer "
                 "out, or place training"
             )
+        for inputs in (self.step_inputs, dict(self.keywords)):
+            if refusal := flatten_objects(inputs, "input "):
+                raise StepError(refusal)
 
     @classmethod
     def of(
@@ -87,7 +94,8 @@ class Workload:
         model's ``forward`` does not take.
 
         Raises:
-            StepError: a loss function has no target, or several entries could be it.
+            StepError: a loss function has no target, or several entries could be it; torch cannot
+                find the tensors of an input.
             ValueError: there is no such optimizer or dtype.
         """
         inputs: tuple[Any, ...] = (example_inputs,)
@@ -107,7 +115,10 @@ class Workload:
                     )
         elif isinstance(example_inputs, tuple | list):
             inputs = tuple(example_inputs)
-        return cls(model, inputs, keywords, loss, training, Optimizer.of(optimizer), dtype)
+        step = cls(model, inputs, keywords, loss, training, Optimizer.of(optimizer), dtype)
+        # The example stays what it is, whatever the caller puts into its containers.
+        inputs, keywords = tree_map(lambda leaf: leaf, (step.inputs, step.keywords))
+        return replace(step, inputs=inputs, keywords=keywords)
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:

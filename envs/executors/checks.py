@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr
 
 from graphs.extract import Workload
+from graphs.inputs import leaves_with_paths
 
 
 def checked_rate(rate: float) -> float:
@@ -70,9 +71,9 @@ def unpacked(
 
 def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return every leaf of a batch by its path, such as ``[0]`` or ``['mask']``."""
-    positional = tree_flatten_with_path(tuple(inputs))[0]
-    named = tree_flatten_with_path(dict(keywords))[0]
-    return {keystr(path): leaf for path, leaf in (*positional, *named)}
+    positional = {keystr(path): leaf for path, leaf in leaves_with_paths(tuple(inputs))}
+    named = {keystr(path): leaf for path, leaf in leaves_with_paths(dict(keywords))}
+    return positional | named
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -44,6 +44,8 @@ from graphs.extract.model_state import (
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
+from graphs.extract.value_reads import readable
+from graphs.inputs import flatten_objects, tensors_within
 from graphs.workload import ExtractionError, LossModule, Workload
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -75,7 +77,7 @@ class _Recording:
     def traced(self) -> Traced:
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
         random = contextlib.nullcontext() if is_fake else torch.random.fork_rng(devices=[])
-        with random, listable(), enable_python_dispatcher(), FunctionalTensorMode():
+        with random, readable(), enable_python_dispatcher(), FunctionalTensorMode():
             module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
         graph = module.graph
         lines = lines_that_read(graph)
@@ -166,6 +168,7 @@ class _Recording:
         return returned
 
     def _outputs(self, returned: Any) -> list[torch.Tensor]:
+        flatten_objects(returned, "the output")  # what this cannot do is told below
         leaves, tree = tree_flatten(returned)
         tensors: list[torch.Tensor] = []
         for i, leaf in enumerate(leaves):
@@ -222,8 +225,7 @@ def _tensor_attributes(step: Workload) -> dict[str, list[torch.Tensor]]:
         f"{path}.{name}" if path else name: tensors
         for module, path in module_paths(step).items()
         for name, value in vars(module).items()
-        if name not in OF_MODULES
-        and (tensors := [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)])
+        if name not in OF_MODULES and (tensors := [*tensors_within(value, torch.nn.Module)])
     }
 
 
@@ -360,21 +362,3 @@ def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
         elif not from_data.isdisjoint(node.all_input_nodes):
             from_data.add(node)
     return tuple(lines)
-
-
-@contextlib.contextmanager
-def listable() -> Iterator[None]:
-    """Let ``tolist`` of a traced tensor read numbers one by one, each seen by the recorder.
-
-    Torch's own fails on tensors of more than one dimension.
-    """
-    original = FunctionalTensor.tolist
-    FunctionalTensor.tolist = _listed  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        FunctionalTensor.tolist = original  # type: ignore[method-assign]
-
-
-def _listed(tensor: torch.Tensor) -> Any:
-    return [_listed(part) for part in tensor.unbind()] if tensor.dim() else tensor.item()

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from envs.executors.cores.placed_model import PlacedModel
@@ -266,3 +268,56 @@ def test_tensors_of_a_subclass_are_followed() -> None:
     one_process.assert_runs_as_eager(recording)
     graph = extract(step, "modules").graph
     assert nx.has_path(graph, "linear:Linear", "unwrap:Unwrap")
+
+
+# --- values that Python reads without an op
+
+
+def keyed(m: Any, x: Tensor) -> Tensor:
+    names = {f"expert_{i}": i for i in range(4)}
+    chosen = [names[f"expert_{row.argmax() % 4}"] for row in x]
+    out: Tensor = m.linear(x)[chosen].sum()
+    return out
+
+
+def aligned(m: Any, x: Tensor) -> Tensor:
+    widths = [f"{value:+.1f}" for value in x[0]]
+    out: Tensor = m.linear(x).sum() * len("".join(widths))
+    return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("function", [keyed, aligned])
+def test_texts_of_values_are_recorded(function: Callable[..., Tensor], training: bool) -> None:
+    extraction = extract(linear_step(function, training), "dispatch")
+    one_process.assert_runs_as_eager(extraction)
+    assert any(__file__ in line for line in extraction.depends_on_data)
+
+
+@pytest.mark.parametrize("read", [lambda x: x.detach().numpy(), lambda x: np.asarray(x.detach())])
+def test_what_is_computed_outside_of_torch_is_refused_with_its_line(read: Any) -> None:
+    step = linear_step(lambda m, x: m.linear(x).sum() * read(x).sum())
+    with pytest.raises(ExtractionError, match=rf"calls \.numpy\(\) .*{__file__}.*by torch"):
+        extract(step, "dispatch")
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("total_length", [None, 7])
+@pytest.mark.parametrize("training", [True, False])
+def test_packed_sequences_are_padded_again(
+    training: bool, total_length: int | None, batch_first: bool
+) -> None:
+    def forward(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted=False)
+        out, again = pad_packed_sequence(m.rnn(packed)[0], batch_first, -2.0, total_length)
+        found: Tensor = (m.linear(out) * again.sum()).sum()
+        return found
+
+    torch.manual_seed(0)
+    model = Plain(forward, rnn=nn.GRU(8, 8, 2, batch_first=batch_first), linear=nn.Linear(8, 8))
+    x = torch.randn(5, 4, 8) if not batch_first else torch.randn(4, 5, 8)
+    step = Workload.of(model, (x, torch.tensor([2, 5, 1, 4])), training=training)
+    extraction = extract(step)
+    assert extraction.extractor == "dispatch"
+    one_process.assert_runs_as_eager(extraction)
+    assert extraction.depends_on_data

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.helpers.tiny_models import Plain, assert_same, eager, forward, square
 torch.set_num_threads(1)
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+LINEAR = nn.Linear(8, 8)
 
 
 def linear_step(function: Callable[..., Any], *inputs: Any, training: bool = True) -> Workload:
@@ -107,6 +110,58 @@ def test_numbers_among_the_inputs_are_part_of_the_step(extractor: str) -> None:
     if extractor != "modules":
         assert [s.name for s in extraction.program.sources if s.role == "input"] == ["0", "1"]
         one_process.assert_runs_as_eager(extraction)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    weights: UserDict[str, Tensor]
+
+
+class Edges:
+    def __init__(self, x: Tensor) -> None:
+        self.parts = [x]
+
+
+def weighted(m: Any, first: Batch, n: int, *, nested: dict[str, list[Edges]]) -> Tensor:
+    out: Tensor = m.linear(first.x) * first.weights["w"] * n
+    return (out + nested["a"][0].parts[0]).sum()
+
+
+def of_objects(x: Tensor, training: bool) -> Workload:
+    inputs = (Batch(x, UserDict(w=x.abs())), 3)
+    model = Plain(weighted, linear=LINEAR)
+    return Workload(model, inputs, {"nested": {"a": [Edges(x * 2)]}}, training=training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_tensors_in_objects_are_inputs(extractor: str, training: bool) -> None:
+    extraction = extract(of_objects(X, training), extractor)
+    if extractor != "modules":
+        inputs = [s.name for s in extraction.program.sources if s.role == "input"]
+        assert inputs == ["0", "1", "2"]
+        other = replace(extraction, step=of_objects(X.flip(0) + 1, training))
+        one_process.assert_runs_as_eager(other)
+
+
+@pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
+def test_objects_whose_tensors_cannot_be_found_are_refused(extractor: str) -> None:
+    holder = SimpleNamespace(x=X)
+    with pytest.raises(StepError, match=r"input \[0\] is a SimpleNamespace.*make the Simple"):
+        extract(linear_step(lambda m, given: m.linear(given.x).sum(), holder), extractor)
+
+
+def test_an_object_of_a_module_that_gets_another_tensor_is_refused() -> None:
+    def counting(m: Any, x: Tensor) -> Tensor:
+        m.state.count = m.state.count + 1
+        out: Tensor = m.linear(x).sum() * m.state.count
+        return out
+
+    step = linear_step(counting)
+    vars(step.model)["state"] = SimpleNamespace(count=torch.ones(()))
+    with pytest.raises(ExtractionError, match="assigns state, which it reads"):
+        extract(step, "dispatch")
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,24 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 def inference(step: Workload) -> Workload:
     return Workload(step.model, step.inputs, step.keywords, step.loss, training=False)
+
+
+@dataclass
+class Nodes:
+    x: torch.Tensor
+
+
+def test_new_tensors_in_the_same_object_are_read_by_the_next_step() -> None:
+    linear = nn.Linear(3, 3)
+    model = tiny_models.Plain(lambda m, nodes: m.linear(nodes.x).relu(), linear=linear)
+    nodes = Nodes(torch.randn(5, 3))
+    with on_cores(extract(Workload.of(model, nodes, training=False))) as placed:
+        for _ in range(2):
+            assert_same(placed.step(nodes), linear(nodes.x).relu().detach())
+            nodes.x = nodes.x + 1
+        nodes.x = torch.randn(1, 3)
+        with pytest.raises(ValueError, match=r"input \[0\]\.x of the batch is .*\(1, 3\)"):
+            placed.step(nodes)
 
 
 # --- training

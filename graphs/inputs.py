@@ -1,0 +1,239 @@
+"""Objects that hold tensors among the inputs of a step.
+
+Torch finds tensors in pytrees: tuples, lists, dicts and registered classes. Of any other object a
+trace would keep the tensors as constants, so that a placed step would go on computing the first
+batch. Objects that are nothing but their attributes or items are registered as pytrees, whose
+leaves these are; of others the step is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._pytree import (
+    GetAttrKey,
+    KeyEntry,
+    MappingKey,
+    SequenceKey,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_is_leaf,
+)
+
+PYTHON_CLASS: Final = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: only such classes have slots that are attributes of their objects."""
+STATE_METHODS: Final = ("__copy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+def flatten_objects(tree: Any, name: str) -> str:
+    """Register the classes of objects in a tree that hold tensors, or return why it cannot be done.
+
+    ``name`` is what the tree is, for the message; the result is "" if torch finds all tensors.
+    """
+    return _flatten(tree, name, (), ())
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[tuple[KeyEntry, ...], Any]]:
+    """Return the leaves of a tree with their paths; without names of parts, these are numbers."""
+    try:
+        return tree_flatten_with_path(tree)[0]
+    except ValueError:  # some classes are registered without names of their parts
+        return [((SequenceKey(i),), leaf) for i, leaf in enumerate(tree_flatten(tree)[0])]
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether an object is a tensor, or holds one at any depth."""
+    return next(tensors_within(value), None) is not None
+
+
+def tensors_within(value: Any, skipped: type | tuple[type, ...] = ()) -> Iterator[torch.Tensor]:
+    """Yield every tensor that an object holds at any depth, except in objects of some classes."""
+    queue, known = [value], {id(value): value}
+    while queue:
+        one = queue.pop()
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif not isinstance(one, skipped):
+            new = {id(part): part for part in _inside(one) if id(part) not in known}
+            known |= new  # keeps them alive, as ids may be reused
+            queue += new.values()
+
+
+class _Kind(NamedTuple):
+    """How the objects of a class are taken apart, and made again from {key of a part: part}."""
+
+    parts: Callable[[Any], dict[KeyEntry, Any]]
+    made: Callable[[type, dict[KeyEntry, Any]], Any]
+
+
+_KINDS: Final[dict[type, _Kind]] = {}
+"""The classes that are registered here."""
+
+
+def _flatten(value: Any, name: str, path: tuple[KeyEntry, ...], outer: tuple[int, ...]) -> str:
+    if isinstance(value, torch.Tensor) or not holds_tensors(value):
+        return ""
+    cls = type(value)
+    is_registered = not tree_is_leaf(value) and cls not in _KINDS
+    kind = None if is_registered else _kind_of(value)
+    if id(value) in outer or (kind is None and not is_registered):
+        return (
+            f"{name}{keystr(path)} is a {cls.__name__}, whose tensors torch cannot find, so that "
+            "the placed step would go on computing with those of the example; give the tensors "
+            f"themselves, in tuples, lists, dicts or dataclasses, and make the {cls.__name__} in "
+            "the model's forward, or register the class by torch.utils._pytree.register_pytree_node"
+        )
+    if kind is None:
+        parts = _level(value)
+    else:
+        _register(cls, kind)
+        parts = kind.parts(value)
+    refusals = (
+        _flatten(part, name, (*path, key), (*outer, id(value))) for key, part in parts.items()
+    )
+    return next((refusal for refusal in refusals if refusal), "")
+
+
+def _level(value: Any) -> dict[KeyEntry, Any]:
+    """Return the parts of a registered object."""
+    parts = tree_flatten(value, is_leaf=lambda part: part is not value)[0]
+    if isinstance(value, dict):
+        return dict(zip(map(MappingKey, value), parts, strict=True))
+    return dict(zip(map(SequenceKey, range(len(parts))), parts, strict=True))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield what an object holds itself."""
+    match value:
+        case type() | ModuleType() | str() | bytes() | int() | float() | None:
+            return
+        case dict():
+            yield from dict.values(value)
+        case list() | tuple() | set() | frozenset():
+            yield from value
+        case MethodType():
+            yield value.__self__
+        case FunctionType():
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    yield cell.cell_contents
+        case _ if not tree_is_leaf(value) and type(value) not in _KINDS:
+            yield from tree_flatten(value, is_leaf=lambda part: part is not value)[0]
+    yield from _attributes(value).values()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself has, in slots and in its dict."""
+    found: dict[str, Any] = {}
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items() if cls.__flags__ & PYTHON_CLASS else ():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):
+                    found[name] = member.__get__(value)
+    with suppress(AttributeError):
+        found |= object.__getattribute__(value, "__dict__")
+    return found
+
+
+# --- kinds of objects
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    """Return how an object can be taken apart and made again without loss, if it can."""
+    cls: Any = type(value)
+    if isinstance(value, torch.nn.Module):
+        return None
+    of_attributes = all(getattr(cls, name, None) is None for name in STATE_METHODS)
+    of_attributes &= cls.__getstate__ is object.__getstate__
+    of_attributes &= cls.__reduce_ex__ is object.__reduce_ex__
+    reduces = (object.__reduce__, OrderedDict.__reduce__)
+    of_attributes = (of_attributes and cls.__reduce__ in reduces) or dataclasses.is_dataclass(cls)
+    if cls.__new__ is object.__new__ and (of_attributes or isinstance(value, UserDict)):
+        return _Kind(_named_attributes, _with_attributes)
+    if isinstance(value, dict) and cls.__new__ in (dict.__new__, OrderedDict.__new__):
+        return _Kind(_items, _with_items) if of_attributes else None
+    return _by_dict(value)
+
+
+def _named_attributes(value: Any) -> dict[KeyEntry, Any]:
+    return {GetAttrKey(name): part for name, part in _attributes(value).items()}
+
+
+def _with_attributes(cls: type, parts: dict[KeyEntry, Any]) -> Any:
+    value: Any = object.__new__(cls)
+    _set_attributes(value, parts)
+    return value
+
+
+def _items(value: Any) -> dict[KeyEntry, Any]:
+    items: dict[KeyEntry, Any] = {MappingKey(key): dict.__getitem__(value, key) for key in value}
+    return items | _named_attributes(value)
+
+
+def _with_items(cls: type, parts: dict[KeyEntry, Any]) -> Any:
+    base = OrderedDict if issubclass(cls, OrderedDict) else dict
+    value: Any = base.__new__(cls)
+    for key, part in parts.items():
+        if isinstance(key, MappingKey):
+            base.__setitem__(value, key.key, part)
+    _set_attributes(value, parts)
+    return value
+
+
+def _set_attributes(value: Any, parts: dict[KeyEntry, Any]) -> None:
+    for key, part in parts.items():
+        if isinstance(key, GetAttrKey):
+            object.__setattr__(value, key.name, part)
+
+
+def _by_dict(value: Any) -> _Kind | None:
+    """Return how an object is taken apart by its to_dict and from_dict, if no tensor is lost.
+
+    Graphs of torch_geometric have these methods.
+    """
+    cls = type(value)
+    kind = _Kind(_dict_of, _from_dict)
+    try:
+        parts = kind.parts(value)
+        again = kind.made(cls, parts)
+    except Exception:  # noqa: BLE001  # methods of these names may do anything
+        return None
+    first, of_parts, second = (
+        {id(t) for t in tensors_within(one)} for one in (value, parts, again)
+    )
+    return kind if type(again) is cls and first == of_parts == second else None
+
+
+def _dict_of(value: Any) -> dict[KeyEntry, Any]:
+    return {MappingKey(key): part for key, part in value.to_dict().items()}
+
+
+def _from_dict(cls: Any, parts: dict[KeyEntry, Any]) -> Any:
+    return cls.from_dict({key.key: part for key, part in parts.items()})  # type: ignore[attr-defined]
+
+
+def _register(cls: type, kind: _Kind) -> None:
+    if cls in _KINDS:
+        return
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+        parts = kind.parts(value)
+        return list(parts.items()), tuple(parts)
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        parts = kind.parts(value)
+        return list(parts.values()), tuple(parts)
+
+    def unflatten(parts: Any, keys: Any) -> Any:
+        return kind.made(cls, dict(zip(keys, parts, strict=True)))
+
+    register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+    _KINDS[cls] = kind
