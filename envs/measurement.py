@@ -40,7 +40,7 @@ class Measurement:
     ``cpu_clock_s`` is the CPU-clock time: the step time recomputed from CPU clocks, equal to
     ``wall_s`` where there are none. An ``exact`` time comes without noise: one round is enough.
     ``peak_memory_bytes`` holds the devices that report it, by name: for accelerators the memory in
-    tensors, for workers the resident memory beyond their start (see
+    tensors, for workers what they have alone and what they touch of the shared memory (see
     :meth:`envs.executors.cores.pool.WorkerPool.peak_memory_bytes`). ``overfull`` is set if the
     placement failed because memory did not suffice; ``excess`` is that of a worker beyond its
     limit.

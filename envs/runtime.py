@@ -171,13 +171,21 @@ def simulated_result(runtime: Runtime | None, problem: Problem, placement: Place
     """Return the simulator's result, with the memory that a runtime predicts."""
     from envs.simulator import Simulated
 
-    simulated = Simulated(problem)
-    [result] = simulated.evaluate([placement])
-    if runtime is None or not result.feasible:
-        return result
-    order = runtime.order(problem, simulated.simulator.run(*placement.arrays()))
-    peaks = runtime.peak_memory_bytes(placement, order)
+    [result] = Simulated(problem).evaluate([placement])
+    peaks = worker_memory(runtime, problem, placement) if result.feasible else None
     return replace(result, peak_memory_bytes=peaks or result.peak_memory_bytes)
+
+
+def worker_memory(
+    runtime: Runtime | None, problem: Problem, placement: Placement
+) -> Mapping[str, int] | None:
+    """Return the memory that a runtime predicts; None where the simulator predicts it."""
+    from envs.simulator import Simulator
+
+    if runtime is None:
+        return None
+    schedule = Simulator(problem).run(*placement.arrays())
+    return runtime.peak_memory_bytes(placement, runtime.order(problem, schedule))
 
 
 def costed(

@@ -53,8 +53,6 @@ from graphs.workload import Workload, step_copy
 
 SETTLE_S: Final = 0.02
 """OpenMP threads spin for a few milliseconds after their work, on cores that the next run needs."""
-UNCOUNTED_BYTES: Final = 4 << 20
-"""Tolerance on a worker's resident memory, for allocations of Python itself."""
 
 
 class CoreExecutor:
@@ -182,12 +180,12 @@ class _PlacedStep:
 
     def _memory_excess(self, pool: WorkerPool) -> MemoryExcess | None:
         """Measure the peak memory of a run; return what exceeds the limit of a device."""
-        pool.count_memory()
+        pool.count_memory(self._number)
         pool.run(self._number)
         self._peak_memory_bytes = pool.peak_memory_bytes()
         for name, held_bytes in self._peak_memory_bytes.items():
             limit_bytes = self._executor.limits.get(name, held_bytes)
-            if held_bytes > limit_bytes + UNCOUNTED_BYTES:
+            if held_bytes > limit_bytes:
                 return MemoryExcess(device=name, held_bytes=held_bytes, limit_bytes=limit_bytes)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
@@ -109,8 +110,17 @@ class CoreRuntime:
         return hand_over_costs(self.extraction)
 
     def planned(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with all its memory."""
-        return cluster
+        """Return the cluster without the memory that workers hold before their first step."""
+        if not self.runs or runs_unplaced(cluster.names):
+            return cluster
+        held_bytes = self._memory.held_bytes()
+        devices = tuple(
+            replace(device, memory_bytes=max(device.memory_bytes - held_bytes, 0))
+            if is_local_core_set(device.name)
+            else device
+            for device in cluster.devices
+        )
+        return replace(cluster, devices=devices)
 
     def gradient_makers(self) -> Mapping[str, Sequence[str]]:
         """Return the ops that compute the gradients of each op's parameters."""

@@ -22,8 +22,10 @@ from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
     from envs.placement import Placement
+    from placer.costed_step import CostedStep
     from placer.progress import Progress
     from placer.result import Result
+    from placer.search.candidate import Candidate
 
 HELP: Final = "show a placement file, in the terminal or as an HTML report"
 EPILOG: Final = """\
@@ -133,7 +135,21 @@ def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress
     with usage_errors():
         placed = placement.aligned(step.problem.graph, step.cluster)
         result = reviewed(step.problem, placed, step.graph.graph["cost_source"])
-    return replace(result, extraction=step.extraction)
+    candidates = [_with_worker_memory(each, step) for each in result.candidates]
+    best = candidates[[each is result.best for each in result.candidates].index(True)]
+    return replace(result, candidates=tuple(candidates), best=best, extraction=step.extraction)
+
+
+def _with_worker_memory(candidate: Candidate, step: CostedStep) -> Candidate:
+    """Return a candidate with the memory of its workers, if there is a model that they can run."""
+    from envs.runtime import worker_memory
+
+    prediction = candidate.prediction
+    if prediction is None or not candidate.can_run:
+        return candidate
+    peaks = worker_memory(step.runtime, step.problem, candidate.placement)
+    peaks = peaks or prediction.peak_memory_bytes
+    return replace(candidate, prediction=replace(prediction, peak_memory_bytes=peaks))
 
 
 def write_report(result: Result, args: argparse.Namespace, placement: Path, path: Path) -> None:

@@ -62,7 +62,7 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
             _ms(candidate.predicted_s),
             *measured,
             _speed_up(result, candidate),
-            _memory(candidate),
+            _memory(candidate.peak_memory_bytes),
             style="bold green" if candidate is result.best else "",
         )
     if left_out := len(result.candidates) - len(shown):
@@ -160,9 +160,10 @@ def print_placement(placement: Placement, console: Console) -> None:
     predicted, measured = placement.predicted or {}, placement.measured or {}
     if "step_s" in predicted:
         step_s = predicted.get("replicated_step_s", predicted["step_s"])
-        console.print(f"predicted step: {_ms(step_s)} ms")
+        console.print(f"predicted step: {_ms(step_s)} ms{_memory_of(predicted)}")
     if "step_s" in measured:
-        console.print(f"measured step: {_ms(measured['step_s'])} ms{_by_clock(measured)}")
+        clock = _by_clock(measured)
+        console.print(f"measured step: {_ms(measured['step_s'])} ms{clock}{_memory_of(measured)}")
     if "trials" in measured:
         busy = ", on cores that other processes used" if measured.get("busy") else ""
         console.print(f"Plans that were run in turns{busy}:")
@@ -182,6 +183,11 @@ def _by_clock(measured: Mapping[str, Any]) -> str:
     if measured.get("clock") != "cpu" or "wall_median_s" not in measured:
         return ""
     return f" ({messages.CPU_CLOCK}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
+
+
+def _memory_of(record: Mapping[str, Any]) -> str:
+    peaks = record.get("peak_memory_bytes")
+    return f", memory {_memory(peaks)}" if peaks else ""
 
 
 def placement_to_dict(placement: Placement) -> dict[str, Any]:
@@ -263,9 +269,9 @@ def _speed_up(result: Result, candidate: Candidate) -> str:
     return f"({ratio:.2f}x)" if only_predicted else f"{ratio:.2f}x"
 
 
-def _memory(candidate: Candidate) -> str:
+def _memory(peak_bytes: Mapping[str, int]) -> str:
     """Return the peak of every device in one unit, as in "246 / 202 MB"; of many, the largest."""
-    sizes = list(candidate.peak_memory_bytes.values())
+    sizes = list(peak_bytes.values())
     largest = max(sizes, default=0)
     unit, scale = next(((u, s) for u, s in UNITS if largest >= s), ("B", 1.0))
     digits = 0 if largest / scale >= 10 else 1

@@ -32,6 +32,9 @@ MALLOC: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
     "MALLOC_ARENA_MAX": "1",
+    # Freed blocks merge at once: small ones that malloc sets aside lie in the way of tensors, and
+    # the heap grows from step to step.
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
 }
 MOST_FDS: Final = 253
 """Descriptors that one message may carry, SCM_MAX_FD of Linux."""

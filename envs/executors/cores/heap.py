@@ -2,7 +2,9 @@
 
 It is a model of glibc's malloc as the workers are started with it (:data:`fork_server.MALLOC`):
 everything comes from one heap, which never gives memory back. A free block serves the request that
-fits best, its rest stays free, and free neighbors merge. Blocks are counted, no memory is touched.
+fits best, its rest stays free, and free neighbors merge. Torch asks for aligned blocks, for which
+malloc looks for room for any alignment: a hole that would just fit is not used. Blocks are counted,
+no memory is touched.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from typing import Final
 GRANULE_BYTES: Final = 16
 HEADER_BYTES: Final = 8
 SMALLEST_BYTES: Final = 32
+ALIGNMENT: Final = 64
+SLACK_BYTES: Final = ALIGNMENT + SMALLEST_BYTES
+"""Room that malloc wants in a hole beside an aligned block."""
 
 
 class Heap:
@@ -34,22 +39,29 @@ class Heap:
         """Return the address of a new block."""
         rounded = -(-(size_bytes + HEADER_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
         size = max(rounded, SMALLEST_BYTES)
-        index = bisect_left(self._by_size, (size, 0))
+        index = bisect_left(self._by_size, (size + SLACK_BYTES, 0))
         if index < len(self._by_size):
-            found, address = self._by_size.pop(index)
-            del self._free[address], self._free_ends[address + found]
-            if found > size:
-                self._add_free(address + size, found - size)
+            found, hole = self._by_size[index]
+            self._remove_free(hole, found)
         else:
-            address = self.end
-            self.end += size
-            self.peak_bytes = max(self.peak_bytes, self.end)
+            found, hole = size + SLACK_BYTES, self.end
+            self.end += found
+        address = -(-hole // ALIGNMENT) * ALIGNMENT
+        if 0 < address - hole < SMALLEST_BYTES:
+            address += ALIGNMENT
         self._used[address] = size
+        self.peak_bytes = max(self.peak_bytes, address + size)
+        if address > hole:
+            self._give_back(hole, address - hole)
+        if rest := hole + found - address - size:
+            self._give_back(address + size, rest)
         return address
 
     def free(self, address: int) -> None:
         """Free the block at an address."""
-        size = self._used.pop(address)
+        self._give_back(address, self._used.pop(address))
+
+    def _give_back(self, address: int, size: int) -> None:
         if (after := self._free.get(address + size)) is not None:
             self._remove_free(address + size, after)
             size += after

@@ -1,8 +1,10 @@
 """Predicted memory of workers: the resident memory that a step takes, from its instruction lists.
 
 It is what :meth:`envs.executors.cores.pool.WorkerPool.peak_memory_bytes` measures in workers that
-have run the step before, and has two parts:
+have run the step before, and has three parts:
 
+* What a worker holds before its first step: the interpreter, the program, its instructions, and
+  what libraries keep.
 * Pages of the arena that the list reads or writes: sources, values that move, results.
 * The heap: outputs that stay on the device, from the op that makes them until their last use, and
   what kernels allocate while they run. Freed memory is never given back, and fragmentation keeps
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -26,11 +29,15 @@ from envs.executors.cores.heap import Heap
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
 from graphs.extract.program import VIEW, Call, StepProgram, Value
 
-HEAP_FACTOR: Final = 1.35
-"""Heap of a worker over the simulated one: malloc does not always find the best hole, and small
-long-lived blocks (the libraries' caches, Python's objects) lie in the way of large ones."""
-HEAP_BASE_BYTES: Final = 1_500_000
-"""Further heap of a worker that runs anything."""
+HEAP_FACTOR: Final = 1.14
+"""Heap of a worker over the simulated one: small long-lived blocks (the libraries' caches, Python's
+objects) lie in the way of large ones."""
+WORKER_BYTES: Final = 6_200_000
+"""Memory of a worker that has started: pages of the interpreter and of libraries that it wrote."""
+CALL_BYTES: Final = 4_000
+"""Memory of a worker per call of the program."""
+INSTRUCTION_BYTES: Final = 4_800
+"""Memory of a worker per instruction of its list."""
 PAGE_BYTES: Final = 4096
 FAULT_AROUND_PAGES: Final = 16
 """Pages that Linux maps at once where one of a shared mapping is read."""
@@ -47,6 +54,15 @@ RESULT_COPIES: Final = {
 """Size of what kernels allocate beside their result, in sizes of the result."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A part of a kernel: copies of operands are freed before the results are allocated."""
+
+    copy_bytes: tuple[int, ...]
+    beside_bytes: tuple[int, ...]  # until the results are complete
+    results: tuple[int, ...]
+
+
 class WorkerMemory:
     """Predicts the memory of workers that run instruction lists of one program."""
 
@@ -61,11 +77,16 @@ class WorkerMemory:
         self._operands = [_operands(program, call) for call in program.calls]
 
     def peak_bytes(self, instructions: Sequence[Instruction]) -> int:
-        """Return the resident memory that a run of the list takes; 0 for an empty list."""
-        if not instructions:
-            return 0
-        heap_bytes = HEAP_BASE_BYTES + HEAP_FACTOR * self.heap(instructions).peak_bytes
-        return self.arena_bytes(instructions) + round(heap_bytes)
+        """Return the memory of a worker that runs the list."""
+        held_bytes = self.held_bytes(len(instructions))
+        heap_bytes = round(HEAP_FACTOR * self.heap(instructions).peak_bytes)
+        return held_bytes + self.arena_bytes(instructions) + heap_bytes
+
+    def held_bytes(self, instruction_count: int | None = None) -> int:
+        """Return what a worker holds before its first step; by default, of one that runs all."""
+        calls = len(self.program.calls)
+        count = calls if instruction_count is None else instruction_count
+        return WORKER_BYTES + CALL_BYTES * calls + INSTRUCTION_BYTES * count
 
     def arena_bytes(self, instructions: Sequence[Instruction]) -> int:
         """Return the bytes of all pages of the arena that the list reads or writes."""
@@ -113,19 +134,16 @@ class WorkerMemory:
         heap, blocks = Heap(), dict[int, int]()
         for instruction, dying in zip(instructions, self._last_uses(instructions), strict=True):
             if isinstance(instruction, Run):
-                call = self.program.calls[instruction.call]
-                made = [v for v in call.made if v not in in_slot and self._size_bytes[v]]
-                if call.shows_part or call.writes:
-                    made = []
-                copies, beside = self._workspace(instruction.call)
-                before = [heap.allocate(size) for size in copies]
-                beside_block = heap.allocate(beside) if beside else None
-                for block in before:
-                    heap.free(block)
-                for value in made:
-                    blocks[value] = heap.allocate(self._size_bytes[value])
-                if beside_block is not None:
-                    heap.free(beside_block)
+                for phase in self._phases(self.program.calls[instruction.call]):
+                    copies = [heap.allocate(size) for size in phase.copy_bytes]
+                    beside = [heap.allocate(size) for size in phase.beside_bytes]
+                    for block in copies:
+                        heap.free(block)
+                    for value in phase.results:
+                        if value not in in_slot and self._size_bytes[value]:
+                            blocks[value] = heap.allocate(self._size_bytes[value])
+                    for block in beside:
+                        heap.free(block)
             for value in dying:
                 if value in blocks:
                     heap.free(blocks.pop(value))
@@ -198,23 +216,36 @@ class WorkerMemory:
         found = first + chosen[:, None] * FAULT_AROUND_PAGES + np.arange(FAULT_AROUND_PAGES)
         return found[found < end]
 
-    def _workspace(self, index: int) -> tuple[list[int], int]:
-        """Return what a kernel allocates before its result: sizes of copies, and of what stays.
+    def _phases(self, call: Call) -> list[_Phase]:
+        """Return what a kernel allocates: the backward pass of a convolution is two of them.
 
         oneDNN copies operands and results of convolutions into layouts of its own, unless the
         filter has one element.
         """
-        call = self.program.calls[index]
-        result_bytes = sum(self._size_bytes[value] for value in call.made)
+        if call.shows_part or call.writes:
+            return []
         if call.target in CONVOLUTIONS:
             filters = call.reads[1]
+            parts = [(call.reads[:2], call.made)]
         elif call.target == CONVOLUTION_BACKWARD:
-            filters = call.reads[-1]
+            gradient, given, filters = call.reads[0], call.reads[-2], call.reads[-1]
+            of_input, *of_filter = call.outputs
+            parts = [
+                ((gradient, filters), () if of_input is None else (of_input,)),
+                ((gradient, given), tuple(value for value in of_filter if value is not None)),
+            ]
         else:
-            return [], RESULT_COPIES.get(call.target, 0) * result_bytes
+            factor = RESULT_COPIES.get(call.target, 0)
+            result_bytes = sum(self._size_bytes[value] for value in call.made)
+            return [_Phase((), (factor * result_bytes,) if factor else (), call.made)]
+        sizes = self._size_bytes
         if math.prod(self.program.values[filters].shape[2:]) == 1:
-            return [], 0
-        return [self._size_bytes[value] for value in self._operands[index]], result_bytes
+            return [_Phase((), (), results) for _, results in parts]
+        return [
+            _Phase(tuple(sizes[v] for v in operands), tuple(sizes[v] for v in results), results)
+            for operands, results in parts
+            if results
+        ]
 
 
 def pages(value: Value, offset_bytes: int) -> slice | NDArray[np.int64]:

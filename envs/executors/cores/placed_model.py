@@ -109,7 +109,7 @@ class PlacedModel:
         return outputs
 
     def peak_memory_bytes(self) -> dict[str, int]:
-        """Return the peak resident memory of each device's worker so far, beyond its start.
+        """Return the peak of the memory of each device's worker so far.
 
         See :meth:`WorkerPool.peak_memory_bytes` for what it includes.
 

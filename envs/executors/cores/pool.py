@@ -138,16 +138,20 @@ class WorkerPool:
         first_ns = min(answer.start_ns for answer in active)
         return StepRun((max(answer.end_ns for answer in active) - first_ns) * 1e-9, cpu_s)
 
-    def count_memory(self) -> None:
-        """Release unused memory in all workers, and count their peaks from here on."""
-        self._call("count_memory")
+    def count_memory(self, number: int) -> None:
+        """Release unused memory in all workers, and count their peaks from here on.
+
+        Of the instruction lists that they hold, only those with this number count.
+        """
+        self._call("count_memory", number=number)
 
     def peak_memory_bytes(self) -> dict[str, int]:
-        """Return each worker's peak resident memory beyond its start or :meth:`count_memory`.
+        """Return the peak of each worker's memory since its start or :meth:`count_memory`.
 
-        Shared memory counts in every worker that touches it: parameters that it reads, values that
-        it sends or receives. So do workspaces of kernels, and what libraries keep. By device name;
-        {} where the kernel cannot reset peaks.
+        It is what the worker has alone: tensors, workspaces of kernels, what libraries and Python
+        keep, from before the first step on. Shared memory counts in every worker that touches it:
+        parameters that it reads, values that it sends or receives. By device name; {} where the
+        kernel does not tell.
         """
         names = [device.name for device in self.devices]
         peaks: list[int | None] = self._call("peak_memory_bytes")

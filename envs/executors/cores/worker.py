@@ -34,6 +34,7 @@ from envs.hardware.torch_devices import is_out_of_memory
 from graphs.extract.program import StepProgram
 
 STATUS: Final = Path("/proc/self/status")
+ROLLUP: Final = Path("/proc/self/smaps_rollup")
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 RESET_PEAK: Final = "5"
 """Makes the kernel reset the peak of resident memory, see proc(5)."""
@@ -73,12 +74,53 @@ class Failed:
     no_memory: bool
 
 
+class MemoryCount:
+    """Peak of what this process adds to the memory in use.
+
+    Counted is what it has alone (tensors, workspaces of kernels, what libraries and Python keep),
+    and the pages of shared memory that it touches. Not counted are files, as libraries are, and
+    pages that it still shares with the process that forked it.
+    """
+
+    def __init__(self) -> None:
+        """Count from here on."""
+        self._uncounted_bytes: int | None = None
+        self.begin()
+
+    def begin(self, others_bytes: int = 0) -> None:
+        """Count from here on, without ``others_bytes`` of what it has alone."""
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
+            alone_bytes = _sizes_bytes(ROLLUP)["Private_Dirty"]
+        except (OSError, KeyError):  # a kernel without page monitor
+            self._uncounted_bytes = None
+        else:
+            self._uncounted_bytes = resident_bytes() - alone_bytes + others_bytes
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak since it began; None if the kernel does not tell."""
+        if self._uncounted_bytes is None:
+            return None
+        sizes_bytes = _sizes_bytes(STATUS)
+        return max(sizes_bytes["VmHWM"] - sizes_bytes["RssFile"] - self._uncounted_bytes, 0)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process that is neither files nor shared memory."""
+    return _sizes_bytes(STATUS).get("RssAnon", 0)
+
+
+def _sizes_bytes(path: Path) -> dict[str, int]:
+    """Return the sizes in a file of proc(5) with lines such as "VmRSS:  123 kB"."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
+
+
 class Worker:
     """State of a worker process; its methods answer the messages of the pool.
 
-    Peak memory is resident memory beyond the start, including shared memory that the process
-    touches, workspaces of kernels and what libraries keep. ``shared`` are the file descriptors of
-    the arena, the board of positions, and the counters of all ordered pairs of devices.
+    ``shared`` are the file descriptors of the arena, the board of positions, and the counters of
+    all ordered pairs of devices.
     """
 
     def __init__(self, setup: Setup, shared: Sequence[int]) -> None:
@@ -98,16 +140,18 @@ class Worker:
         self.position = positions[setup.device : setup.device + 1]  # in the running list, shared
         # The thread's clock does not see the other threads of a core set.
         self.clock = time.thread_time_ns if setup.threads == 1 else time.perf_counter_ns
-        self.start_bytes = _status_bytes("VmRSS")
-        self.peak_is_known = True
+        self.memory = MemoryCount()
+        self.list_bytes: dict[int, int] = {}
 
     def load(self, number: int, instructions: Sequence[Instruction]) -> None:
         """Compile an instruction list under a number."""
+        before_bytes = resident_bytes()
         self.lists[number] = CompiledList(instructions, self.program, self.arena, self.signals)
+        self.list_bytes[number] = max(resident_bytes() - before_bytes, 0)
 
     def unload(self, number: int) -> None:
         """Drop a compiled list."""
-        del self.lists[number]
+        del self.lists[number], self.list_bytes[number]
 
     def run(self, number: int, start_ns: int) -> Stamps:
         """Run a list from ``start_ns`` (monotonic clock) on."""
@@ -129,20 +173,17 @@ class Worker:
         compiled.forget()
         return Stamps(start_ns, end_ns, stamps.tobytes())
 
-    def count_memory(self) -> None:
-        """Release unused memory and count its peak from here on."""
+    def count_memory(self, number: int) -> None:
+        """Release unused memory, and count the peak of this list alone from here on."""
         self.arena.let_go()
         with contextlib.suppress(AttributeError):  # only glibc has it
             ctypes.CDLL(None).malloc_trim(0)
-        try:
-            CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
-        except OSError:  # a kernel without page monitor
-            self.peak_is_known = False
-        self.start_bytes = _status_bytes("VmRSS")
+        others = (size for other, size in self.list_bytes.items() if other != number)
+        self.memory.begin(sum(others))
 
     def peak_memory_bytes(self) -> int | None:
         """Return the peak since the start or :meth:`count_memory`; None if it is not known."""
-        return max(_status_bytes("VmHWM") - self.start_bytes, 0) if self.peak_is_known else None
+        return self.memory.peak_bytes()
 
     def random_state(self) -> bytes:
         """Return the state of the random number generator."""
@@ -151,12 +192,6 @@ class Worker:
     def load_random_state(self, state: bytes) -> None:
         """Set the state of the random number generator."""
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _status_bytes(name: str) -> int:
-    lines = STATUS.read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields[name].split()[0]) * 1024
 
 
 def serve(connection: Connection, shared: Sequence[int]) -> None:

@@ -138,6 +138,20 @@ def test_tables_of_a_thousand_devices_are_short(quiet: Result) -> None:
     assert text.count("300 MB") == 8
 
 
+def test_memory_of_a_placement_file_is_printed(
+    quiet: Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        {"step_s": 0.1, "peak_memory_bytes": {"core:0": size, "core:1": 101_000_000}}
+        for size in (202_000_000, 246_000_000)
+    ]
+    shown = replace(quiet.placement, predicted=records[0], measured=records[1])
+    print_placement(shown, stdout_console())
+    text = capsys.readouterr().out
+    assert "202 / 101 MB" in text
+    assert "246 / 101 MB" in text
+
+
 def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     result = result_on(("core:0", "[/red]"))
     console = stdout_console()
