@@ -97,6 +97,13 @@ class Runtime(Protocol):
         """
         ...
 
+    def final_rounds(self, step_s: Sequence[float]) -> int:
+        """Return in how many rounds the fastest of the candidates that ran shall run once more.
+
+        ``step_s`` are their measured steps. 0 where the first rounds suffice.
+        """
+        ...
+
     def unplaced(self, cluster: Cluster) -> Cluster | None:
         """Return the cluster of one device that stands for the unplaced model, if there is one.
 

@@ -162,4 +162,6 @@ def best_single_device(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def runs_contended(candidates: Sequence[Candidate]) -> bool:
     """Return whether other processes used the cores during the runs; CPU-clock times count then."""
-    return contended([each.measurement for each in candidates if each.measurement is not None])
+    return contended(
+        [each.measurement for each in candidates if each.measurement and not each.eliminated]
+    )

@@ -32,7 +32,7 @@ UNPREDICTED_BYTES: Final = 64 << 20
 """Tolerated excess over predicted memory, for libraries and kernels of any model."""
 SMALLEST_GAIN: Final = 0.01
 """Relative difference below which two step times count as equal."""
-UNPLACED: Final = "the unplaced model with torch's threads on all cores"
+UNPLACED: Final = "the unplaced model with torch's threads on the same cores"
 NO_OPTIMIZER: Final = "No optimizer is in the step: neither its time nor its state is counted."
 
 
@@ -325,7 +325,7 @@ LEGEND: Final = (
 )
 MEASURED_LEGEND: Final = (
     "wall, min: median and shortest by the wall clock; spread: between the quartiles, over the "
-    "median; in brackets: predicted, as it was not run"
+    "median; in brackets: predicted, as it was not run, or not once more with the fastest"
 )
 CORES_LEGEND: Final = f"CPU clock: {CPU_CLOCK}, without the effect of other processes"
 TORCH_LEGEND: Final = "every device is waited for; CPU clock: the same as wall"
@@ -333,4 +333,4 @@ WARM_START_LEGEND: Final = "warm start: the placement of --start-from"
 WHERE_ALLOWED_LEGEND: Final = (
     "where allowed: ops that pins or missing costs keep off that device are elsewhere"
 )
-UNPLACED_LEGEND: Final = "unplaced: the model as it is, with torch's threads on all cores"
+UNPLACED_LEGEND: Final = "unplaced: the model as it is, with torch's threads on the same cores"

@@ -119,14 +119,15 @@ class Result:
     def speedup_of(self, candidate: Candidate) -> float:
         """Return the best single device's step time over this candidate's; nan if unknown.
 
-        Both are measured if both were run, else both are predicted.
+        Both are measured if both were run in the rounds that decide, else both are predicted.
         """
         single = self.single
         if single is None or not candidate.can_run:
             return np.nan
         if candidate.is_unplaced and self.contended:  # by another clock
             return np.nan
-        if single.measurement is not None and candidate.measurement is not None:
+        ran = candidate.measurement is not None and not candidate.eliminated
+        if single.measurement is not None and ran:
             return ratio_of(self.step_s(single), self.step_s(candidate))
         return ratio_of(single.predicted_s, candidate.predicted_s)
 

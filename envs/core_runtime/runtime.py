@@ -33,9 +33,12 @@ from graphs.extract import Extraction
 from graphs.extract.placeable import gradient_makers
 from graphs.graph import GraphArrays
 
-MEASURED_S: Final = 1.0
-FEWEST_ROUNDS: Final = 5
-MOST_ROUNDS: Final = 11
+MEASURED_S: Final = 0.5
+FEWEST_ROUNDS: Final = 3
+MOST_ROUNDS: Final = 7
+FINAL_S: Final = 6.0
+FEWEST_FINAL_ROUNDS: Final = 5
+MOST_FINAL_ROUNDS: Final = 21
 HELD: Final = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
 """Sizes of ops that add up in the memory of a device that runs all of them."""
 
@@ -160,6 +163,11 @@ class CoreRuntime:
         rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
         return Measured(executor, rounds=rounds)
 
+    def final_rounds(self, step_s: Sequence[float]) -> int:
+        """Return the number of rounds of these steps that take ``FINAL_S``, 5 to 21."""
+        rounds = FINAL_S / max(sum(map(turn_s, step_s)), 1e-9)
+        return int(min(max(rounds, FEWEST_FINAL_ROUNDS), MOST_FINAL_ROUNDS))
+
     def unplaced(self, cluster: Cluster) -> Cluster | None:
         """Return the set of all cores as the one device of a cluster."""
         device = unplaced_device(cluster.devices) if len(cluster) > 1 else None
@@ -181,5 +189,5 @@ def _seconds(costs: Mapping[str, OpCosts]) -> float:
 
 
 def rounds_for(step_s: float) -> int:
-    """Return the number of turns of a placement that take about a second, 5 to 11."""
+    """Return the number of turns of a placement that take about half a second, 3 to 7."""
     return int(min(max(MEASURED_S / turn_s(step_s), FEWEST_ROUNDS), MOST_ROUNDS))

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
-from envs.measured import turn_s
 from envs.problem import Problem
-from placer.choose import choose, finalists, worth_running
+from placer.choose import choose, finalists, runs_contended, worth_running
 from placer.interrupt import Interrupt
 from placer.progress import Progress, counter
 from placer.search.candidate import Candidate, Kind
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
-
-
-FIRST_ROUNDS: Final = 3
-"""Rounds of all candidates, before the best of them are run once more."""
-FINAL_S: Final = 6.0
-FEWEST_FINAL_ROUNDS: Final = 5
-MOST_FINAL_ROUNDS: Final = 21
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +31,7 @@ class CandidateRuns:
         chosen = worth_running(candidates, problem.cluster)
         if not chosen:
             return list(candidates)
-        return self._run(problem, candidates, chosen, FIRST_ROUNDS)
+        return self._run(problem, candidates, chosen)
 
     def further(
         self, problem: Problem, before: list[Candidate], found: Sequence[Candidate]
@@ -69,20 +61,26 @@ class CandidateRuns:
         """Run the fastest placement and the baselines once more, in more rounds and new workers.
 
         The fastest of several candidates was also the luckiest: its times in new rounds are not
-        biased. Only runs of these rounds are compared; the other candidates are eliminated. If the
-        rounds do not end, those of ``before`` count. A user's own backend runs nothing again.
+        biased. Only runs of these rounds are compared; the other candidates are eliminated. The
+        rounds of ``before`` count if the new ones do not end, other processes disturb them, or a
+        candidate fails in them. A user's own backend runs nothing again.
         """
-        kept = [] if isinstance(self.backend, Backend) else finalists(before)
-        if not kept or self.interrupt.requested:
+        if isinstance(self.backend, Backend) or self.interrupt.requested:
+            return before
+        kept = finalists(before)
+        rounds = self.backend.final_rounds([each.ranking_s(contended=False) for each in kept])
+        if not kept or not rounds:
             return before
         self.progress.stage("Running the fastest once more")
         try:
-            after = self._run(problem, kept, range(len(kept)), final_rounds(kept))
+            after = self._run(problem, kept, range(len(kept)), rounds)
         except (WorkerError, OSError):
             return before
-        if self.interrupt.requested or any(each.failure for each in after):
+        if self.interrupt.requested or runs_contended(after):
             return before
         again = dict(zip(kept, after, strict=True))
+        if failed := {each: again[each] for each in kept if again[each].failure}:
+            return [failed.get(each, each) for each in before]
         return [
             again[each] if each in again else replace(each, eliminated=each.measurement is not None)
             for each in before
@@ -112,9 +110,3 @@ class CandidateRuns:
             if measurement.counts:
                 after[i] = replace(candidates[i], measurement=measurement)
         return after
-
-
-def final_rounds(candidates: Sequence[Candidate]) -> int:
-    """Return the number of rounds of these candidates that take ``FINAL_S``, 5 to 21."""
-    round_s = sum(turn_s(each.ranking_s(contended=False)) for each in candidates)
-    return int(min(max(FINAL_S / round_s, FEWEST_FINAL_ROUNDS), MOST_FINAL_ROUNDS))

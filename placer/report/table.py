@@ -265,7 +265,8 @@ def _speed_up(result: Result, candidate: Candidate) -> str:
     ratio = result.speedup_of(candidate)
     if np.isnan(ratio):
         return "-"
-    only_predicted = candidate.measurement is None and result.best.measurement is not None
+    ran = candidate.measurement is not None and not candidate.eliminated
+    only_predicted = not ran and result.best.measurement is not None
     return f"({ratio:.2f}x)" if only_predicted else f"{ratio:.2f}x"
 
 

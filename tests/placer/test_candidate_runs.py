@@ -17,7 +17,7 @@ from envs.problem import Problem, toy_problem
 from envs.runtime import Runtime
 from placer.choose import choose, finalists
 from placer.interrupt import Interrupt
-from placer.pipeline.candidate_runs import CandidateRuns, final_rounds
+from placer.pipeline.candidate_runs import CandidateRuns
 from placer.progress import Silent
 from placer.search.candidate import Candidate, Kind, Prediction
 
@@ -38,25 +38,55 @@ AGAIN_S = {SINGLE: 2.0, ANNEALING: 1.3}
 class Machine:
     """A runtime on which placements take other set times whenever it starts workers."""
 
-    def __init__(self, *times_s: Mapping[Kind, float], error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        *times_s: Mapping[Kind, float],
+        error: Exception | None = None,
+        busy: bool = False,
+        fails: Kind | None = None,
+    ) -> None:
         self.times_s = times_s
         self.error = error
+        self.busy = busy
+        self.fails = fails
         self.rounds: list[int] = []
         self.interrupted = False
 
-    def backend(self, problem: Problem, predicted_s: Sequence[float], rounds: int) -> Workers:
+    def final_rounds(self, step_s: Sequence[float]) -> int:
+        return 5 if step_s else 0
+
+    def backend(
+        self, problem: Problem, predicted_s: Sequence[float], rounds: int | None
+    ) -> Workers:
         assert problem is PROBLEM
-        self.rounds.append(rounds)
-        if self.error is not None and len(self.rounds) > 1:
+        is_final = bool(self.rounds)
+        self.rounds.append(rounds or 3)
+        if is_final and self.error is not None:
             raise self.error
-        return Workers(self.times_s[len(self.rounds) - 1], rounds, interrupted=self.interrupted)
+        return Workers(
+            self.times_s[len(self.rounds) - 1],
+            self.rounds[-1],
+            interrupted=self.interrupted,
+            clock=1.5 if is_final and self.busy else 1.0,
+            fails=self.fails if is_final else None,
+        )
 
 
 class Workers:
-    def __init__(self, times_s: Mapping[Kind, float], rounds: int, *, interrupted: bool) -> None:
+    def __init__(
+        self,
+        times_s: Mapping[Kind, float],
+        rounds: int,
+        *,
+        interrupted: bool,
+        clock: float,
+        fails: Kind | None,
+    ) -> None:
         self.times_s = times_s
         self.rounds = rounds
         self.interrupted = interrupted
+        self.clock = clock
+        self.fails = fails
 
     def __enter__(self) -> Workers:
         return self
@@ -67,9 +97,10 @@ class Workers:
     def evaluate(self, placements: Sequence[Placement], progress: Any) -> list[StepResult]:
         results = []
         for placement in placements:
-            step_s = self.times_s[KIND_OF[placement.arrays()[0].astype(np.int32).tobytes()]]
-            runs_s = step_s * np.linspace(0.999, 1.001, self.rounds)
-            runs = Measurement(wall_s=runs_s, cpu_clock_s=runs_s)
+            kind = KIND_OF[placement.arrays()[0].astype(np.int32).tobytes()]
+            runs_s = self.times_s[kind] * np.linspace(0.999, 1.001, self.rounds)
+            failure = "the worker died" if kind is self.fails else ""
+            runs = Measurement(wall_s=runs_s, cpu_clock_s=runs_s / self.clock, failure=failure)
             results.append(StepResult.of_measurement(runs, {}))
         return results
 
@@ -153,13 +184,17 @@ def test_what_other_processes_disturb_is_not_run_again() -> None:
     assert finalists([_with(each, busy) for each in ran]) == []
 
 
-def test_final_rounds_take_seconds_within_limits() -> None:
-    ran = run(Machine(FIRST_S, AGAIN_S))
-    steps_s = {0.001: 21, 0.1: 15, 0.5: 6, 2.0: 5}
-    for step_s, rounds in steps_s.items():
-        runs_s = np.full(3, step_s)
-        runs = Measurement(wall_s=runs_s, cpu_clock_s=runs_s)
-        assert final_rounds([_with(each, runs) for each in ran[:2]]) == rounds
+def test_the_first_rounds_count_if_other_processes_disturb_the_final() -> None:
+    ran = run(Machine(FIRST_S, AGAIN_S, busy=True))
+    assert [rounds_of(each) for each in ran] == 4 * [3]
+    assert choose(ran).kind is ANNEALING
+
+
+def test_a_placement_that_fails_in_the_final_does_not_win() -> None:
+    ran = run(Machine(FIRST_S, AGAIN_S, fails=ANNEALING))
+    assert {each.kind for each in ran if each.failure} == {ANNEALING}
+    assert not any(each.eliminated for each in ran)
+    assert choose(ran).kind is HEFT
 
 
 def _with(candidate: Candidate, runs: Measurement) -> Candidate:

@@ -29,6 +29,7 @@ from envs.placement import Placement
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import coarsen
+from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.families import draw
 from placer.choose import PlacementError
@@ -102,10 +103,17 @@ def test_each_candidate_is_simulated_once_and_predicted_as_its_placement_is(
 
 
 @pytest.mark.parametrize(
-    ("step_s", "rounds"), [(10.0, 5), (0.1, 5), (0.05, 9), (1e-4, 11), (0.0, 11)]
+    ("step_s", "rounds"), [(10.0, 3), (0.1, 3), (0.05, 4), (1e-4, 7), (0.0, 7)]
 )
 def test_short_steps_are_run_more_often(step_s: float, rounds: int) -> None:
     assert rounds_for(step_s) == rounds
+
+
+def test_final_rounds_take_seconds_within_limits() -> None:
+    extraction = extract(tiny_models.conv_net())
+    runtime = CoreRuntime(extraction, toy_pair("a", "b"))
+    found = {step_s: runtime.final_rounds([step_s, step_s]) for step_s in (0.001, 0.1, 0.5, 2.0)}
+    assert found == {0.001: 21, 0.1: 15, 0.5: 6, 2.0: 5}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ function opening() {
 const EXPLAINED = {
   given: "what --start-from names",
   "where allowed": "what pins or missing costs keep off that device is elsewhere",
-  "unplaced": "the model as it is, with torch's threads on all cores, by the wall clock",
+  "unplaced": "the model as it is, with torch's threads on the same cores, by the wall clock",
 };
 
 function wonSection() {
