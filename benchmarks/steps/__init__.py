@@ -6,7 +6,7 @@
 For each model, training and inference, what ``placer.optimize`` answers:
 
 * ``predicted``: its predicted over its measured step, in new workers each time; where the answer is
-  to leave the model unplaced, of the fastest placement, too;
+  to leave the model unplaced, of the fastest placement, too; and relative to one core;
 * ``memory``: measured over predicted peak memory of the fastest placement;
 * ``order``: rank correlation of predicted and measured steps, from random to good placements;
 * ``speed``: the unplaced model's step over that of the answer, in the same rounds;

@@ -37,7 +37,9 @@ class Answer:
         ran = [
             each
             for each in result.candidates
-            if each.measurement is not None and each.can_run and not each.is_unplaced
+            if each.measurement is not None
+            and each.can_run
+            and not (each.is_unplaced or each.eliminated)
         ]
         return min(ran, key=result.step_s)
 
@@ -48,6 +50,14 @@ class Answer:
         if unplaced is None or not unplaced.can_run:
             raise RuntimeError(f"{self.name} was not run unplaced: two cores are needed")
         return unplaced
+
+    @property
+    def one_core(self) -> Candidate:
+        """Return the fastest core by itself."""
+        single = self.result.single
+        if single is None or single.measurement is None:
+            raise RuntimeError(f"{self.name} was not run on one core")
+        return single
 
     def measured(
         self, placements: Sequence[Placement], step_s: float, rounds: int | None = None

@@ -11,26 +11,36 @@ from benchmarks.tables import Table, spread
 def predicted(answers: Answers, name: str, repeats: int, found: dict[str, Any]) -> Table:
     """Compare the predicted step of the answer with its step in new workers, several times."""
     answer = answers.of(name)
-    best, placed = answer.result.best, answer.placed
-    chosen = [best] if best is placed else [best, placed]
+    best, placed, core = answer.result.best, answer.placed, answer.one_core
+    chosen = list(dict.fromkeys((best, placed, core)))
     ratios: dict[str, list[float]] = {each.name: [] for each in chosen}
     for _ in range(repeats):
         results = answer.measured([each.placement for each in chosen], placed.predicted_s)
         for each, result in zip(chosen, results, strict=True):
             ratios[each.name].append(each.predicted_s / result.step_s)
+    drift = [a / b for a, b in zip(ratios[placed.name], ratios[core.name], strict=True)]
     found.update(verdict=answer.result.verdict, predicted_over_measured=ratios)
     return Table(
         "Predicted steps",
         f"predicted / measured, median and range of {repeats} measurements in new workers "
-        "(CPU-clock times on a busy machine)",
-        ("model", "answer", "predicted ms", "predicted / measured", "fastest placement"),
+        "(CPU-clock times on a busy machine); the last column is over the same ratio of one core "
+        "in these rounds, without what the machine's speed changed since op costs were measured",
+        (
+            "model",
+            "answer",
+            "predicted ms",
+            "predicted / measured",
+            "fastest placement",
+            "over one core",
+        ),
         (
             (
                 name,
-                best.name,
+                f"{best.name}, costs fitted" if answer.result.mispredicted else best.name,
                 f"{best.predicted_s * 1e3:.1f}",
                 spread(ratios[best.name], ".2f"),
                 "the answer" if best is placed else spread(ratios[placed.name], ".2f"),
+                spread(drift, ".2f"),
             ),
         ),
     )
