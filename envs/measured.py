@@ -59,6 +59,10 @@ class DevicesLostError(Exception):
 class LoadedStep(Protocol):
     """A step that devices are ready to run."""
 
+    def warm_up(self) -> Failure | None:
+        """Run it, uncounted, as often as turns need that count; return why it cannot be run."""
+        ...
+
     def run(self) -> TimedStep | Failure:
         """Run it, as often as its turn in a round takes."""
         ...
@@ -224,10 +228,10 @@ class _Runs:
         """Run it once, unless it failed before."""
         if self.failure or isinstance(self.step, Failure):
             return
-        done = self.step.run()
+        done = self.step.run() if counted else self.step.warm_up()
         if isinstance(done, Failure):
             self.failure = done
-        elif counted:
+        elif done is not None:
             self.steps.append(done)
         else:
             return

@@ -158,15 +158,27 @@ class _PlacedStep:
         self._number = 0
         self._peak_memory_bytes: dict[str, int] = {}
 
-    def run(self) -> TimedStep | Failure:
-        """Run its turn; new workers start cold, so their first runs never count."""
+    def warm_up(self) -> Failure | None:
+        """Give workers that do not have them the lists, and run them twice: new workers are cold.
+
+        The second run counts memory, and maps again what counting released.
+        """
         pool = self._executor.pool()
+        if self._pool is pool:
+            return None
         try:
-            if self._pool is not pool:
-                self._pool, self._number = pool, pool.load(self._lists)
-                pool.run(self._number)
-                if excess := self._memory_excess(pool):
-                    return self._failure(excess)
+            self._pool, self._number = pool, pool.load(self._lists)
+            pool.run(self._number)
+            excess = self._memory_excess(pool)
+        except WorkerError as error:
+            return self._failure(error)
+        return self._failure(excess) if excess else None
+
+    def run(self) -> TimedStep | Failure:
+        """Run its turn."""
+        if failure := self.warm_up():
+            return failure
+        try:
             step = turn(lambda: self._executor.timed(self._number, self._lists))
         except WorkerError as error:
             return self._failure(error)
@@ -210,6 +222,11 @@ class _UnplacedStep:
         if step.optimizer is not None:
             self._model.learning_rate = 0.0
         self._step, self._cores = step, cores
+
+    def warm_up(self) -> Failure | None:
+        """Run a turn."""
+        step = self.run()
+        return step if isinstance(step, Failure) else None
 
     def run(self) -> TimedStep | Failure:
         """Run its turn."""

@@ -224,6 +224,10 @@ class _PlacedStep:
         self._executor = executor
         self._placement = placement
 
+    def warm_up(self) -> Failure | None:
+        step = self.run()
+        return step if isinstance(step, Failure) else None
+
     def run(self) -> TimedStep | Failure:
         return self._executor.run(self._placement)
 

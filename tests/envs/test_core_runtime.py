@@ -21,10 +21,10 @@ from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.hand_over import HandOver
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.memory import WorkerMemory
-from envs.executors.cores.pool import WorkerPool
+from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cluster import Link
 from envs.hardware.discover import cores_of, discover, present
-from envs.measured import Measured
+from envs.measured import Failure, Measured, TimedStep
 from envs.measurement import MemoryExcess
 from envs.placement import Placement
 from envs.problem import Problem
@@ -229,6 +229,28 @@ def test_without_new_workers_all_fail_and_measuring_can_go_on_later(
     assert all("too many open files" in result.why for result in results)
     assert not backend.interrupted
     assert backend.evaluate(candidates(backend.problem)[:1])[0].feasible
+
+
+def test_workers_are_warmed_up_once_and_by_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    extraction, problem = small_problem()
+    runs: list[int] = []
+    plain = WorkerPool.run
+
+    def counted(pool: WorkerPool, number: int) -> StepRun:
+        runs.append(number)
+        return plain(pool, number)
+
+    monkeypatch.setattr(WorkerPool, "run", counted)
+    executor = CoreExecutor(extraction, problem)
+    try:
+        step = executor.load(candidates(problem)[1])
+        assert not isinstance(step, Failure)
+        assert [step.warm_up(), step.warm_up()] == [None, None]
+        assert len(runs) == 2
+        assert isinstance(step.run(), TimedStep)
+        assert len(runs) > 2
+    finally:
+        executor.close()
 
 
 def unplaced_placement(runtime: CoreRuntime, problem: Problem) -> Placement:
