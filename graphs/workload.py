@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from graphs.arguments import TARGET, arguments, leaves_by_path, rearranged, without_target
 from graphs.inputs import flatten_objects
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL, check_dtype
@@ -84,41 +84,74 @@ class Workload:
         example_inputs: Any,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
+        target: Any = None,
         training: bool = True,
         optimizer: str | Optimizer | None = None,
         dtype: str = FULL,
     ) -> Workload:
-        """Build a step from example inputs: a tensor, a tuple or list of arguments, or keywords.
+        """Build a step from example inputs.
 
-        With keywords, the target of a loss function is the one entry, whatever its name, that the
-        model's ``forward`` does not take.
+        Inputs are a tensor, a tuple or list of arguments, a dict of keywords, or
+        ``(args, kwargs)``, a tuple and a dict. The target of a loss function is ``target``, or it
+        is among the inputs: the one keyword that the model's ``forward`` does not take (with
+        ``**kwargs``: has no parameter for, or the one called "target"), or the last argument.
 
         Raises:
             StepError: a loss function has no target, or several entries could be it; torch cannot
                 find the tensors of an input.
             ValueError: there is no such optimizer or dtype.
         """
-        inputs: tuple[Any, ...] = (example_inputs,)
-        keywords: dict[str, Any] = {}
-        if isinstance(example_inputs, Mapping):
-            inputs, keywords = (), dict(example_inputs)
-            if loss is not None:
-                targets = _not_taken(model, keywords)
-                if len(targets) == 1:
-                    inputs = (keywords.pop(targets[0]),)
-                elif training or targets:
-                    raise StepError(
-                        "with a loss function a dict of inputs needs one entry that "
-                        f"{type(model).__name__}.forward does not take, the target: of "
-                        f"{', '.join(map(repr, keywords))} it takes all but {len(targets)}. Give "
-                        "such an entry, or a tuple of arguments with the target at its end"
-                    )
-        elif isinstance(example_inputs, tuple | list):
-            inputs = tuple(example_inputs)
+        inputs, keywords = arguments(example_inputs)
+        if target is not None:
+            if loss is None:
+                raise StepError(
+                    "a target is given without a loss function that takes it: give loss, too, or "
+                    "pass it with the inputs if the model takes it"
+                )
+            inputs = (*inputs, target)
+        elif loss is not None and keywords:
+            alone = not inputs
+            inputs, keywords, names = without_target(model, inputs, keywords, keywords)
+            if len(names) > 1 or (alone and training and not names):
+                raise StepError(_unclear_target(model, keywords, names))
         step = cls(model, inputs, keywords, loss, training, Optimizer.of(optimizer), dtype)
         # The example stays what it is, whatever the caller puts into its containers.
         inputs, keywords = tree_map(lambda leaf: leaf, (step.inputs, step.keywords))
         return replace(step, inputs=inputs, keywords=keywords)
+
+    def unpacked(
+        self, batch: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the inputs and keywords of a batch that is given in any form that ``of`` takes.
+
+        A single tuple, list or dict is unpacked, unless the example inputs are one such argument.
+        """
+        if len(batch) == 1 and isinstance(batch[0], tuple | list | Mapping):
+            with_target = TARGET in keywords and TARGET not in self.keywords
+            if not keywords or (with_target and len(keywords) == 1):
+                expected = leaves_by_path(self.step_inputs, self.keywords).keys()
+                if leaves_by_path((*batch, *keywords.values()), {}).keys() != expected:
+                    batch, inner = arguments(batch[0])
+                    keywords = {**inner, **keywords}
+        return self.bound(batch, keywords, training=self.training)
+
+    def bound(
+        self, inputs: Sequence[Any], keywords: Mapping[str, Any], *, training: bool
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return a call in the form of the example: the target last, in inference without it."""
+        positional, named, target = tuple(inputs), keywords, ()
+        if self.loss is not None:
+            if new := [name for name in keywords if name not in self.keywords]:
+                positional, named, _ = without_target(self.model, inputs, keywords, new)
+            missing = sum(name not in named for name in self.keywords)
+            is_named = len(positional) > len(inputs)
+            if is_named or len(positional) > len(self.model_inputs) + missing:
+                positional, target = positional[:-1], positional[-1:]
+        if named.keys() != self.keywords.keys():
+            positional, named = rearranged(
+                self.model, positional, named, len(self.model_inputs), self.keywords
+            )
+        return ((*positional, *target) if training else positional), named
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:
@@ -174,11 +207,16 @@ def unwrapped(name: str) -> str:
     return rest if owner == WRAPPED else f"{LOSS}.{rest}"
 
 
-def _not_taken(model: nn.Module, keywords: Mapping[str, Any]) -> list[str]:
-    parameters = inspect.signature(model.forward).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []
-    return [name for name in keywords if name not in parameters]
+def _unclear_target(model: nn.Module, keywords: Mapping[str, Any], names: Sequence[str]) -> str:
+    forward = f"{type(model).__name__}.forward"
+    if names:
+        reason = f"{forward} does not take {' and '.join(map(repr, names))}"
+    else:
+        reason = f"there is none that {forward} does not take"
+    return (
+        f"which of the inputs {', '.join(map(repr, keywords))} is the target of the loss function? "
+        f"{reason}: name it (target=...), or give a tuple of arguments with the target at its end"
+    )
 
 
 def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -50,6 +50,7 @@ def optimize(
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    target: Any = None,
     training: bool = True,
     devices: str | Path | Cluster = "auto",
     budget: str | None = None,
@@ -57,7 +58,6 @@ def optimize(
     constraints: Constraints | None = None,
     replicas: int | str | Replication | None = None,
     extractor: str = AUTO,
-    fresh: bool = False,
     progress: bool = True,
 ) -> Result:
     """Find the placement that minimizes the step time of a model or graph.
@@ -72,12 +72,13 @@ def optimize(
         model: the model, which is not changed; a workload; a graph with known costs, a
             networkx.DiGraph with the attributes of graph.json, of which only ``cost_s`` is
             required; or a file of such a graph, or another target of ``placer optimize``.
-        example_inputs: of a model: a tensor, a tuple of positional arguments or a dict of keyword
-            arguments; the placement holds for steps with these shapes. Of anything else: the
-            devices.
-        loss: called with the model's output and the target, returns a scalar. The target is the
-            last input; in a dict, the one entry that the model does not take. Without a loss, a
+        example_inputs: of a model: a tensor, a tuple of arguments, a dict of keywords, or
+            ``(args, kwargs)``; the placement holds for steps with these shapes. Of anything else:
+            the devices.
+        loss: called with the model's output and the target, returns a scalar. Without a loss, a
             model in training must return its own.
+        target: the target of the loss. It may also be among the inputs: the last argument, or the
+            one keyword that the model does not take.
         training: True places forward and backward, False inference.
         devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, a cluster file
             (``"cluster.toml"``) or a Cluster. With devices that are not on this machine, nothing is
@@ -93,7 +94,6 @@ def optimize(
             holds all alternatives.
         extractor: how the graph of a model is extracted: ``"export"``, ``"dispatch"`` or
             ``"modules"``; ``"auto"`` takes the first of these that succeeds.
-        fresh: measure devices and ops again and ignore the cache.
         progress: show progress on stderr.
 
     Returns:
@@ -112,7 +112,7 @@ def optimize(
         if search is not None:
             raise ValueError("a search configuration has its own budget: leave budget out")
         search = SearchConfig(budget=budget)
-    source, devices = _source(model, example_inputs, devices, loss, training=training)
+    source, devices = _source(model, example_inputs, devices, loss, target, training=training)
     job = Job.of(
         source,
         devices,
@@ -120,7 +120,6 @@ def optimize(
         constraints=constraints,
         replicas=replicas,
         extractor=extractor,
-        fresh=fresh,
     )
     with _shown(progress) as shown:
         return run_job(job, shown)
@@ -139,10 +138,10 @@ def extract(
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    target: Any = None,
     training: bool = True,
     devices: str | Path | Cluster | None = "auto",
     extractor: str = AUTO,
-    fresh: bool = False,
     progress: bool = True,
 ) -> nx.DiGraph[str]:
     """Return the graph of one step of a model, with the costs of its ops.
@@ -160,10 +159,10 @@ def extract(
         model: the model, a workload, or a target of ``placer extract``.
         example_inputs: as for :func:`optimize`.
         loss: as for :func:`optimize`.
+        target: as for :func:`optimize`.
         training: as for :func:`optimize`.
         devices: as for :func:`optimize`; None extracts without costs.
         extractor: as for :func:`optimize`.
-        fresh: measure ops again and ignore the cache.
         progress: show progress on stderr.
 
     Returns:
@@ -174,9 +173,9 @@ def extract(
         ValueError: an argument is invalid, or a device is neither on this machine nor described.
         OSError: a file cannot be read.
     """
-    source, devices = _source(model, example_inputs, devices, loss, training=training)
+    source, devices = _source(model, example_inputs, devices, loss, target, training=training)
     with _shown(progress) as shown:
-        return extract_source(source, devices, shown, extractor=extractor, fresh=fresh)[0]
+        return extract_source(source, devices, shown, extractor=extractor)[0]
 
 
 def extract_source(
@@ -185,15 +184,12 @@ def extract_source(
     progress: Progress,
     *,
     extractor: str = AUTO,
-    fresh: bool = False,
 ) -> tuple[nx.DiGraph[str], Extraction | None]:
     """Return the graph of a source, with costs if there are devices, and its extraction."""
     if isinstance(source, nx.DiGraph) or (isinstance(source, Target) and source.is_graph):
         raise ValueError("a graph is extracted already: give a model")
     if devices is not None:
-        job = Job.of(
-            source, devices, search=SearchConfig(policy=None), extractor=extractor, fresh=fresh
-        )
+        job = Job.of(source, devices, search=SearchConfig(policy=None), extractor=extractor)
         step = costed_step(job.loaded(progress), progress, simulates=False)
         return step.graph, step.extraction
     from graphs.extract import extract as extract_workload
@@ -212,12 +208,12 @@ def evaluate(
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    target: Any = None,
     training: bool = True,
     devices: str | Path | Cluster | None = None,
     backend: str | Backend = "simulated",
     overlap: bool = False,
     extractor: str = AUTO,
-    fresh: bool = False,
     progress: bool = True,
 ) -> Evaluation:
     """Return the step time of an existing placement, simulated or measured.
@@ -234,13 +230,13 @@ def evaluate(
         model: what was placed, as for :func:`optimize`; may be left out with a result.
         example_inputs: as for :func:`optimize`.
         loss: as for :func:`optimize`.
+        target: as for :func:`optimize`.
         training: as for :func:`optimize`.
         devices: as for :func:`optimize`, by default those of the placement.
         backend: ``"simulated"``, ``"measured"``, which runs the model on devices of this machine as
             :func:`optimize` runs candidates, or your own :class:`placer.Backend`.
         overlap: as for :class:`placer.SearchConfig`.
         extractor: as for :func:`optimize`.
-        fresh: measure devices and ops again and ignore the cache.
         progress: show progress on stderr.
 
     Raises:
@@ -256,14 +252,13 @@ def evaluate(
             if not isinstance(placement, Result):
                 raise ValueError("a placement alone has no ops to evaluate: give model or graph")
             return evaluate_result(placement, backend, shown, overlap=overlap)
-        source, devices = _source(model, example_inputs, devices, loss, training=training)
+        source, devices = _source(model, example_inputs, devices, loss, target, training=training)
         job = evaluation_job(
             placement.placement if isinstance(placement, Result) else placement,
             source,
             devices,
             overlap=overlap,
             extractor=extractor,
-            fresh=fresh,
         )
         return evaluate_job(job, backend, shown)
 
@@ -282,6 +277,7 @@ def _source(
     second: Any,
     devices: Devices,
     loss: Callable[[Any, Any], torch.Tensor] | None,
+    target: Any,
     *,
     training: bool,
 ) -> tuple[Source, Devices]:
@@ -295,10 +291,10 @@ def _source(
         from graphs.extract import Workload
 
         if not isinstance(model, Workload):
-            return Workload.of(model, second, loss, training=training), devices
+            return Workload.of(model, second, loss, target=target, training=training), devices
         source = model
-    if loss is not None or not (training or isinstance(source, Target)):
-        raise ValueError("loss and training are for a model alone: a workload has its own")
+    if not (loss is None and target is None and (training or isinstance(source, Target))):
+        raise ValueError("loss, target and training are for a model alone: a workload has its own")
     if second is None:
         return source, devices
     if devices not in ("auto", None):

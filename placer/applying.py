@@ -32,6 +32,7 @@ def apply(
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    target: Any = None,
     training: bool = True,
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
@@ -55,6 +56,7 @@ def apply(
         placement: the result of :func:`optimize`, or a placement (file).
         example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
+        target: as for :func:`optimize`.
         training: as for :func:`optimize`.
         optimizer: makes the placed step update the parameters; the placement must have been
             searched with an optimizer of this kind. Without it, any torch optimizer can be used
@@ -76,7 +78,9 @@ def apply(
         same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
         extraction = made_for if same else extract(step, made_for.extractor)
     else:
-        extraction = _extracted(model, example_inputs, loss, training, optimizer, dtype, extractor)
+        extraction = _extracted(
+            model, example_inputs, loss, target, training, optimizer, dtype, extractor
+        )
     return apply_extracted(extraction, _placement_of(placement), overlap=overlap)
 
 
@@ -101,6 +105,7 @@ def export(
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    target: Any = None,
     training: bool = True,
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
@@ -120,6 +125,7 @@ def export(
         model: the model that was placed; required with a placement (file).
         example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
+        target: as for :func:`optimize`.
         training: as for :func:`optimize`.
         optimizer: as for :class:`placer.Workload`.
         dtype: as for :func:`apply`.
@@ -138,7 +144,9 @@ def export(
     if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
     else:
-        extraction = _extracted(model, example_inputs, loss, training, optimizer, dtype, extractor)
+        extraction = _extracted(
+            model, example_inputs, loss, target, training, optimizer, dtype, extractor
+        )
     own = _placement_of(placement)
     problem = None
     if isinstance(placement, Result) and own.graph == placement.problem.graph.hash:
@@ -152,6 +160,7 @@ def _extracted(
     model: nn.Module | None,
     example_inputs: Any,
     loss: Callable[[Any, Any], torch.Tensor] | None,
+    target: Any,
     training: bool,
     optimizer: str | Optimizer | None,
     dtype: str,
@@ -163,7 +172,13 @@ def _extracted(
             "(and loss) as for optimize"
         )
     step = Workload.of(
-        model, example_inputs, loss, training=training, optimizer=optimizer, dtype=dtype
+        model,
+        example_inputs,
+        loss,
+        target=target,
+        training=training,
+        optimizer=optimizer,
+        dtype=dtype,
     )
     return extract(step, extractor)
 

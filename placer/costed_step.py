@@ -83,10 +83,10 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
             load_compiled_code()
     if simulates and all(map(is_here, cluster.names)) and not cluster.links:
         progress.stage("Calibrating devices")
-        cluster = calibrated(cluster, again=job.fresh)
+        cluster = calibrated(cluster)
     progress.stage("Measuring op costs")
     return CostedStep(
-        graph=costed(runtime, graph, cluster, fresh=job.fresh, progress=counter(progress)),
+        graph=costed(runtime, graph, cluster, progress=counter(progress)),
         cluster=runtime.planned(cluster),
         warm_start=warm_start,
         extraction=extraction,
@@ -109,7 +109,7 @@ def unplaced_problem(step: CostedStep, job: Job, progress: Progress) -> Problem 
     if cluster is None:
         return None
     advance = counter(progress)
-    graph = costed(step.runtime, step.graph, cluster, fresh=job.fresh, progress=advance)
+    graph = costed(step.runtime, step.graph, cluster, progress=advance)
     return Problem.of(GraphArrays.from_graph(graph), cluster)
 
 

@@ -159,7 +159,6 @@ def evaluation_job(
     memory: Mapping[str, int | str] | None = None,
     overlap: bool = False,
     extractor: str = AUTO,
-    fresh: bool = False,
 ) -> Job:
     """Return the job of evaluating a placement of a source, by default on its own devices."""
     start = warm_start_of(placement)
@@ -172,7 +171,6 @@ def evaluation_job(
         search=SearchConfig(policy=None, start_from=start, overlap=overlap),
         constraints=Constraints(memory=memory or {}),
         extractor=extractor,
-        fresh=fresh,
     )
 
 

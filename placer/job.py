@@ -176,15 +176,13 @@ class Job:
     constraints: Constraints = field(default_factory=Constraints)
     replicas: Replication | None = None  # None: a single placement
     extractor: str = AUTO
-    fresh: bool = False  # measure devices and ops again and ignore the cache
 
     def __post_init__(self) -> None:
         objective = self.search.objective
         if self.has_costs:
-            if self.extractor != AUTO or self.fresh or self.search.overlap:
+            if self.extractor != AUTO or self.search.overlap:
                 raise ValueError(
-                    "a graph has its costs and is not run: extractor, fresh and overlap are for "
-                    "models"
+                    "a graph has its costs and is not run: extractor and overlap are for models"
                 )
         elif objective != Objective():
             raise ValueError(
@@ -212,7 +210,6 @@ class Job:
         constraints: Constraints | None = None,
         replicas: int | str | Replication | None = None,
         extractor: str = AUTO,
-        fresh: bool = False,
     ) -> Job:
         """Build a job from the arguments of :func:`placer.optimize`; text names a target."""
         if isinstance(source, nx.DiGraph):
@@ -229,7 +226,6 @@ class Job:
             constraints=constraints,
             replicas=replicas,
             extractor=extractor,
-            fresh=fresh,
         )
 
     @property

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr
 
+from graphs.arguments import leaves_by_path
 from graphs.extract import Workload
-from graphs.inputs import leaves_with_paths
 
 
 def checked_rate(rate: float) -> float:
@@ -38,11 +37,9 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
 
     Args:
         step: the step that was extracted, with its example inputs.
-        inputs: positional inputs; of an inference step with a loss, with or without target.
+        inputs: positional inputs, bound by :meth:`graphs.workload.Workload.bound`.
         keywords: further inputs, in any order.
     """
-    if len(inputs) == len(step.inputs) > len(step.step_inputs):
-        inputs = inputs[:-1]
     batch = leaves_by_path(inputs, keywords)
     examples = leaves_by_path(step.step_inputs, step.keywords)
     for path in batch:
@@ -53,27 +50,6 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
             raise ValueError(f"the batch lacks input {path} of the example inputs")
         _check(path, batch[path], example)
     return [batch[path] for path in examples]
-
-
-def unpacked(
-    step: Workload, batch: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return positional and keyword inputs, also of a batch that is one tuple, list or mapping."""
-    expected = leaves_by_path(step.step_inputs, step.keywords).keys()
-    if len(batch) == 1 and not keywords and leaves_by_path(batch, {}).keys() != expected:
-        only = batch[0]
-        if isinstance(only, tuple | list):
-            return only, {}
-        if isinstance(only, Mapping):
-            return (), only
-    return batch, keywords
-
-
-def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every leaf of a batch by its path, such as ``[0]`` or ``['mask']``."""
-    positional = {keystr(path): leaf for path, leaf in leaves_with_paths(tuple(inputs))}
-    named = {keystr(path): leaf for path, leaf in leaves_with_paths(dict(keywords))}
-    return positional | named
 
 
 def _form(tensor: torch.Tensor) -> str:

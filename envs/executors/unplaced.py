@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from envs.executors.checks import checked_rate, load_optimizer_state, unpacked
+from envs.executors.checks import checked_rate, load_optimizer_state
 from envs.executors.process_settings import keep_freed_memory, with_threads
 from envs.executors.torch.placed_module import SHARED
 from graphs.extract import Extraction, Workload
@@ -61,12 +61,12 @@ class UnplacedModel(nn.Module):
         Raises:
             Exception: as the model raises it.
         """
-        step = replace(self._step, inputs=inputs, keywords=keywords)
+        training = self._step.training and self.training
+        positional, named = self._step.bound(inputs, keywords, training=training)
+        step = replace(self._step, inputs=positional, keywords=named)
         with ExitStack() as entered:
-            if not (step.training and self.training):
-                if step.loss is not None:  # drop the target, if it was given
-                    inputs = inputs[: len(self._step.model_inputs)]
-                step = replace(step, inputs=inputs, loss=None, training=False, optimizer=None)
+            if not training:
+                step = replace(step, loss=None, training=False, optimizer=None)
                 entered.enter_context(torch.no_grad())
             entered.enter_context(with_threads(self._threads))
             entered.enter_context(autocast(step.dtype))
@@ -81,7 +81,7 @@ class UnplacedModel(nn.Module):
         Raises:
             Exception: as the model raises it.
         """
-        positional, named = unpacked(self._step, batch, keywords)
+        positional, named = self._step.unpacked(batch, keywords)
         if not (self._step.training and self.training):
             return self(*positional, **named)
         with with_threads(self._threads):

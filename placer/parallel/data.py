@@ -56,8 +56,7 @@ class FromFunction:
 
     def __call__(self, number: int) -> Batch:
         """Return batch ``number``."""
-        step = Workload.of(self.step.model, self.function(number), self.step.loss)
-        return step.step_inputs, step.keywords
+        return self.step.unpacked((self.function(number),), {})
 
 
 class Shards:

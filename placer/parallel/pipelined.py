@@ -70,7 +70,7 @@ class PipelinedReplica:
             raise ValueError(
                 f"the placement has {self._stages} stages, the mesh {mesh[STAGES].size()}"
             )
-        self._loss = step.loss
+        self._step, self._loss = step, step.loss
         self._mesh = mesh
         self.micro_batches = micro_batches
         self.index = mesh[STAGES].get_local_rank()
@@ -106,14 +106,14 @@ class PipelinedReplica:
         return make_sync(self.module, make_optimizer, config, group_of=lambda device: replicas)
 
     def backward(self, *inputs: Any, **keywords: Any) -> float | None:
-        """Add the gradients of a replica's batch, passed to all its ranks in the model's form.
+        """Add the gradients of a replica's batch, passed to all its ranks in any form of inputs.
 
         Returns:
             The loss on the last stage, None elsewhere.
         """
-        *model_inputs, target = inputs
+        (*model_inputs, target), named = self._step.unpacked(inputs, keywords)
         stage_inputs = model_inputs if self.index == 0 else ()
-        options: Mapping[str, Any] = keywords if self.index == 0 else {}
+        options: Mapping[str, Any] = named if self.index == 0 else {}
         if self.index == self._stages - 1:
             losses: list[torch.Tensor] = []
             target = _moved(target, self.stage.device)

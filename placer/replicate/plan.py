@@ -314,7 +314,7 @@ class _Planner:
                 devices = [problem.cluster.part(group) for group in groups]
                 joined = [runtime.unplaced(each) or each for each in devices]
                 if joined[0] is not devices[0]:
-                    graph = costed(runtime, graph, joined[0], fresh=self.source.job.fresh)
+                    graph = costed(runtime, graph, joined[0])
                 loaded = with_busy_devices(graph, busy_shares(problem.load, groups))
                 one = Problem.of(GraphArrays.from_graph(loaded), joined[0])
                 config = replace(self.search, budget=Budget(evaluations=1), measure=False)

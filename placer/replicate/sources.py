@@ -66,7 +66,7 @@ class StepSource:
 
         self.progress.stage("Calibrating reductions")
         with suppress(RankError, OSError):
-            return core_collectives(names, fresh=self.job.fresh)
+            return core_collectives(names)
         return None
 
     def graph(self, parts: int) -> nx.DiGraph[str]:

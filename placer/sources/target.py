@@ -56,10 +56,9 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Workload:
     * ``hf:name``: a transformers model, see :mod:`placer.sources.huggingface`;
     * ``model.pt2``: an exported program, see :mod:`placer.sources.exported`;
     * ``model.onnx``: an ONNX file, see :mod:`placer.sources.onnx`;
-    * otherwise a function without arguments that returns ``(model, inputs)`` or
-      ``(model, inputs, loss)``. ``inputs`` is a tensor, a tuple of positional arguments or a dict
-      of keyword arguments. With a loss the last input is the target (in a dict, the one entry that
-      the model does not take), see :meth:`graphs.extract.Workload.of`.
+    * otherwise a function without arguments that returns ``(model, inputs)``,
+      ``(model, inputs, loss)`` or ``(model, inputs, loss, target)``, the arguments of
+      :meth:`graphs.extract.Workload.of`.
 
     Without ``weights`` only the graph is needed: a model of transformers is then created on the
     meta device, without memory; a function creates its model as always.
@@ -211,19 +210,19 @@ def _makers(path: Path) -> list[str]:
     ]
 
 
-def _step(made: object, target: str, training: bool) -> Workload:
+def _step(made: object, name: str, training: bool) -> Workload:
     from torch import nn
 
     from graphs.extract import Workload
 
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
-    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+    if len(parts) not in (2, 3, 4) or not isinstance(parts[0], nn.Module):
         shown = ", ".join(type(part).__name__ for part in parts)
         raise TargetError(
-            f"{target} must return (model, inputs) or (model, inputs, loss) with a "
-            f"torch.nn.Module first; it returned ({shown})"
+            f"{name} must return (model, inputs), (model, inputs, loss) or (model, inputs, loss, "
+            f"target) with a torch.nn.Module first; it returned ({shown})"
         )
-    loss = parts[2] if len(parts) == 3 else None
+    loss, target = (*parts[2:], None, None)[:2]
     if loss is not None and not callable(loss):
-        raise TargetError(f"{target}: the loss, third of what it returns, cannot be called")
-    return Workload.of(parts[0], parts[1], loss, training=training)
+        raise TargetError(f"{name}: the loss, third of what it returns, cannot be called")
+    return Workload.of(parts[0], parts[1], loss, target=target, training=training)

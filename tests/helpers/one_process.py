@@ -72,7 +72,7 @@ def run(
         elif source.tensor is not None:
             arena.value(source.value).copy_(source.tensor)
     load_state(arena, step)
-    load_batch(arena, step, step.inputs, step.keywords)
+    load_batch(arena, step, step.step_inputs, step.keywords)
     begin_updates(arena, step.optimizer.learning_rate if step.optimizer else 0.0)
     state = {
         source.name: arena.value(source.value)

@@ -96,7 +96,7 @@ def test_a_graph_made_by_hand_needs_costs_only() -> None:
     ("arguments", "search", "message"),
     [
         ({"devices": "auto"}, {}, "no devices of its own"),
-        ({"fresh": True}, {}, "are for models"),
+        ({"extractor": "export"}, {}, "are for models"),
         ({}, {"objective": "throughput"}, "give 2 or more"),
         ({}, {"seed": -1}, "seed is -1"),
         ({}, {"groups": 0}, "groups is 0"),

@@ -120,7 +120,7 @@ def load_example(arena: Arena, step: Workload) -> None:
     work, but the parameters stay as they are however often the step runs.
     """
     load_state(arena, step)
-    load_batch(arena, step, step.inputs, step.keywords)
+    load_batch(arena, step, step.step_inputs, step.keywords)
     begin_updates(arena, learning_rate=0.0)
     count_update(arena)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from envs.executors.checks import checked_rate, load_optimizer_state, unpacked
+from envs.executors.checks import checked_rate, load_optimizer_state
 from envs.executors.cores.arena import begin_updates
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.hand_over import HandOver
@@ -93,9 +93,8 @@ class PlacedModel:
 
         A training step returns the loss (detached) and adds to the parameters' gradients, or with
         an optimizer updates the parameters; an inference step returns what the model returns.
-        ``step((x, y))`` is ``step(x, y)``, and a single mapping is taken as keywords (unless the
-        example inputs are one such argument), so that batches of a data loader can be passed as
-        they are.
+        The batch has any of the forms of example inputs: ``step(x, y)`` is ``step((x, y))``,
+        ``step(x, target=y)`` or ``step({"x": x, "target": y})``.
 
         Raises:
             ValueError: the batch does not match the example inputs, or a parameter or buffer
@@ -104,7 +103,7 @@ class PlacedModel:
         """
         if self._pool.closed or self._handed is None:
             raise WorkerError("the workers of this placed model have ended; place it again")
-        positional, named = unpacked(self._step, batch, keywords)
+        positional, named = self._step.unpacked(batch, keywords)
         outputs, _ = self._handed.step(lambda: self._pool.run(self._number), positional, named)
         return outputs
 

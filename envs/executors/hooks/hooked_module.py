@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from envs.executors.checks import unpacked
 from envs.executors.hooks.module_hooks import ModuleDevice, ModuleHooks
 from envs.executors.state_devices import State, StateDevices, states_of
 from envs.executors.torch.placed_module import SHARED, full_device
@@ -126,12 +125,12 @@ class HookedModule(nn.Module):
         self._state_devices.tensors()
         if self._state_devices.moved_bytes > moved_bytes:
             self._renew_recurrent()
-        step = replace(self._step, inputs=inputs, keywords=keywords)
+        training = self._step.training and self.training
+        positional, named = self._step.bound(inputs, keywords, training=training)
+        step = replace(self._step, inputs=positional, keywords=named)
         with ExitStack() as entered:
-            if not (step.training and self.training):
-                if step.loss is not None:  # drop the target, if it was given
-                    inputs = inputs[: len(self._step.model_inputs)]
-                step = replace(step, inputs=inputs, loss=None, training=False)
+            if not training:
+                step = replace(step, loss=None, training=False)
                 entered.enter_context(torch.inference_mode(False))  # no version counters
                 entered.enter_context(torch.no_grad())
             entered.enter_context(autocast(step.dtype, self._types))
@@ -148,7 +147,7 @@ class HookedModule(nn.Module):
             RuntimeError: the placed model is closed.
             Exception: as the model raises it.
         """
-        positional, named = unpacked(self._step, batch, keywords)
+        positional, named = self._step.unpacked(batch, keywords)
         output = self(*positional, **named)
         if not (self._step.training and self.training):
             return output

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from envs.executors.checks import checked_rate, matched_leaves, unpacked
+from envs.executors.checks import checked_rate, matched_leaves
 from envs.executors.state_devices import STATE_ROLES, StateDevices, states_of
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.forward_source import LaunchOrder, forward_source
@@ -177,7 +177,8 @@ class PlacedModule(nn.Module):
         """
         if self._is_in_other_mode:
             return self._others[0](*inputs, **keywords)
-        leaves = matched_leaves(self._step, inputs, keywords)
+        bound = self._step.bound(inputs, keywords, training=self._step.training)
+        leaves = matched_leaves(self._step, *bound)
         with nullcontext() if self._step.training else torch.no_grad():
             states = self._states.tensors()
             try:
@@ -203,7 +204,7 @@ class PlacedModule(nn.Module):
         """
         if self._is_in_other_mode:
             return self._others[0].step(*batch, **keywords)
-        positional, named = unpacked(self._step, batch, keywords)
+        positional, named = self._step.unpacked(batch, keywords)
         if not self._step.training:
             return self(*positional, **named)
         if self._updates is None:

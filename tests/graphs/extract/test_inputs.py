@@ -83,21 +83,6 @@ def test_of_keywords_the_one_that_the_model_does_not_take_is_the_target(extracto
     assert_same(forward(copy.deepcopy(alone)), step.model(X, scale=torch.tensor(2.0)).detach())
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs"),
-    [
-        (Scaled(), {"x": X, "scale": X}),
-        (Scaled(), {"x": X, "scale": X, "target": X, "weight": X}),
-        (Plain(lambda m, **given: None), {"x": X, "target": X}),
-    ],
-)
-def test_keywords_without_one_target_are_refused_with_what_to_give_instead(
-    model: nn.Module, inputs: dict[str, Tensor]
-) -> None:
-    with pytest.raises(StepError, match="forward does not take"):
-        Workload.of(model, inputs, squared)
-
-
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_numbers_among_the_inputs_are_part_of_the_step(extractor: str) -> None:
     def scaled(m: Any, n: int, x: Tensor, flag: bool | None, y: Tensor) -> Tensor:

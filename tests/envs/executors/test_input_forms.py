@@ -1,0 +1,182 @@
+"""Every form of inputs that a placement is searched with can be given to the placed step, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from envs.executors.unplaced import UnplacedModel
+from graphs.extract import StepError, Workload, extract
+from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores
+from tests.helpers.tiny_models import Plain, assert_same
+
+torch.set_num_threads(1)
+
+X, Y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Strict(nn.Module):
+    """Takes just its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x)
+        return out
+
+
+class Lenient(Strict):
+    """Takes any keyword, as models of transformers do."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(x)
+
+
+class Form(NamedTuple):
+    """A form of inputs: ``inputs(x, y)``, with the target apart if it is named."""
+
+    inputs: Callable[[Tensor, Tensor], Any]
+    names_target: bool = False
+
+    def workload(self, model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Workload:
+        return Workload.of(model, self.inputs(x, y), F.mse_loss, **self.target(y), **options)
+
+    def target(self, y: Tensor) -> dict[str, Any]:
+        return {"target": y} if self.names_target else {}
+
+
+FORMS = {
+    "tuple": Form(lambda x, y: (x, y)),
+    "list": Form(lambda x, y: [x, y]),
+    "dict": Form(lambda x, y: {"x": x, "target": y}),
+    "dict, target first and called otherwise": Form(lambda x, y: {"label": y, "x": x}),
+    "args and kwargs": Form(lambda x, y: ((x,), {"target": y})),
+    "all in args": Form(lambda x, y: ((x, y), {})),
+    "tensor and target": Form(lambda x, y: x, names_target=True),
+    "tuple and target": Form(lambda x, y: (x,), names_target=True),
+    "dict and target": Form(lambda x, y: {"x": x}, names_target=True),
+    "args, kwargs and target": Form(lambda x, y: ((), {"x": x}), names_target=True),
+}
+
+RUNNERS: dict[str, Callable[[Workload], Any]] = {
+    "torch devices": lambda step: by_calls(extract(step), ["cpu"]),
+    "hooks": lambda step: by_modules(extract(step, "modules"), ["cpu"]),
+    "unplaced": lambda step: UnplacedModel(extract(step), 1),
+}
+
+
+def model_of(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return kind()
+
+
+def expected(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    loss = F.mse_loss(model(x), y)
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def assert_steps(placed: Any, form: Form, model: nn.Module) -> None:
+    """Assert that a placed step takes other batches in this form."""
+    x, y = X.flip(0), Y * 2
+    loss, gradients = expected(model_of(type(model)), x, y)
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert_same(placed.step(form.inputs(x, y), **form.target(y)), loss)
+    assert_same([parameter.grad for parameter in model.parameters()], gradients)
+
+
+@pytest.mark.parametrize("kind", [Strict, Lenient])
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_takes_what_it_was_extracted_with(
+    kind: type[nn.Module], runner: str, form: str
+) -> None:
+    step = FORMS[form].workload(model_of(kind), X, Y)
+    with RUNNERS[runner](step) as placed:
+        assert_steps(placed, FORMS[form], step.model)
+        for other in FORMS.values():
+            assert_steps(placed, other, step.model)
+        x, y = X.flip(0), Y * 2
+        assert_same(placed.step(x, y), placed.step(x=x, target=y))
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_step_on_cores_takes_every_form() -> None:
+    step = FORMS["dict"].workload(model_of(Lenient), X, Y)
+    with on_cores(extract(step)) as placed:
+        for form in FORMS.values():
+            assert_steps(placed, form, step.model)
+        with pytest.raises(ValueError, match=r"holds input \['other'\]"):
+            placed.step({"x": X, "target": Y, "other": X})
+        with pytest.raises(ValueError, match="lacks input"):
+            placed.step({"x": X})
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_inference_drops_the_target(runner: str, form: str) -> None:
+    model = model_of(Strict)
+    step = FORMS[form].workload(model, X, Y, training=False)
+    with RUNNERS[runner](step) as placed, torch.no_grad():
+        out = model(Y)
+        assert_same(placed.step(FORMS[form].inputs(Y, X), **FORMS[form].target(X)), out)
+        assert_same(placed.step(Y), out)
+        assert_same(placed.step({"x": Y}), out)
+        assert_same(placed(x=Y, target=X), out)
+
+
+def test_a_keyword_that_the_model_may_take_is_not_dropped_in_inference() -> None:
+    class Masked(Strict):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            out = super().forward(x)
+            return out if mask is None else out * mask
+
+    model = model_of(Masked)
+    placed = RUNNERS["hooks"](Workload.of(model, (X, Y), F.mse_loss)).eval()
+    assert_same(placed(X, mask=Y), model(X, Y).detach())
+    placed.close()
+
+
+def test_one_argument_that_is_a_container_is_not_unpacked() -> None:
+    model = Plain(lambda m, pair: m.a(pair[0]) + pair[1], a=nn.Linear(6, 6))
+    step = Workload.of(model, ((X, Y),), training=False)
+    placed = by_calls(extract(step), ["cpu"])
+    assert_same(placed.step((Y, X)), placed.step(((Y, X),)))
+    assert_same(placed.step((Y, X)), model((Y, X)).detach())
+
+
+def test_the_pair_of_a_tuple_and_a_dict_is_arguments_and_keywords() -> None:
+    step = Workload.of(model_of(Lenient), ((X, Y), {"x": 1}), training=False)
+    assert step.inputs == (X, Y)
+    assert step.keywords == {"x": 1}
+    step = Workload.of(model_of(Lenient), ([X], {"x": 1}), training=False)
+    assert step.inputs == ([X], {"x": 1})
+
+
+def test_a_target_without_a_loss_function_is_refused() -> None:
+    with pytest.raises(StepError, match="give loss, too"):
+        Workload.of(model_of(Strict), X, target=Y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "message"),
+    [
+        (Strict, {"x": X, "target": Y, "weight": Y}, "does not take 'target' and 'weight'"),
+        (Strict, {"x": X}, "there is none that Strict.forward does not take: name it"),
+        (Lenient, {"x": X, "label": Y, "weight": Y}, "does not take 'label' and 'weight'"),
+    ],
+)
+def test_an_unclear_target_is_refused(
+    kind: type[nn.Module], inputs: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises(StepError, match=message):
+        Workload.of(model_of(kind), inputs, F.mse_loss)
+    label = {name: value for name, value in inputs.items() if name == "x"}
+    assert Workload.of(model_of(kind), label, F.mse_loss, target=Y).inputs == (Y,)
