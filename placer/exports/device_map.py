@@ -52,7 +52,7 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     devices = _merged(placed.model, units.devices())
     run = units.run(units.devices())
     used = set(devices.values())
-    remedy = ""
+    remedy = units.reason if len(used) == 1 < len(placed_on) else ""
     if HOST in used and len(used) > 1:
         if main_device != HOST and placed.step.training:
             raise ExportError(
@@ -61,8 +61,9 @@ def device_map(placed: PlacedModules) -> FormatOutput:
                 'cpu and use dispatch_model(..., main_device="cpu"), or place without cpu'
             )
         remedy = ON_HOST if main_device == HOST else OFFLOADED
+    known = {name for name, _ in placed.model.named_modules()} | placed.model.state_dict().keys()
     return FormatOutput(
-        content={module: as_written(device) for module, device in devices.items()},
+        content={name: as_written(device) for name, device in devices.items() if name in known},
         runs_on=run.devices,
         not_placed=run.of_loss,
         is_predictable=remedy != OFFLOADED,
@@ -82,14 +83,17 @@ class MapUnits:
     If an op of the model's own code, such as ``cat``, reads from two devices, the modules that
     produce its inputs are joined, i.e. share a device. accelerate moves the inputs of modules, so a
     module without parameters on the way (a gate, see :meth:`PlacedModules.gates`) suffices: it gets
-    its own device. Values from outside a layer of a stack, as on residual paths, would join all
-    layers; in that case the layer, or the module in it around the op, becomes one unit.
+    its own device. accelerate sends the parameters and buffers of the model itself to the main
+    device, so they are joined with the inputs. Values from outside a layer of a stack, as on
+    residual paths, would join all layers; in that case the layer, or the module in it around the
+    op, becomes one unit.
     """
 
     def __init__(self, placed: PlacedModules, main_device: str) -> None:
         self.placed = placed
         self.main_device = main_device
-        self.units = placed.units()
+        self.units = placed.map_units()
+        self._first: Conflict | None = None
         self._stacks = stacks(placed.model)
         self._gates = placed.gates()
         self._links: list[tuple[str, ...]] = []
@@ -99,7 +103,22 @@ class MapUnits:
     def join_conflicts(self) -> None:
         """Join the sources of conflicts until the dry run passes."""
         while (conflict := self._conflict()) is not None:
+            self._first = self._first or conflict
             self._resolve(conflict)
+
+    @property
+    def reason(self) -> str:
+        """Return the first reason why modules were joined, "" if there was none."""
+        if self._first is None:
+            return ""
+        path, names = self._first.module, {INPUTS: "the inputs of the model", "": "the model"}
+        code = f"{type(self.placed.model.get_submodule(path)).__name__}.forward"
+        code += path and f" of {path}"
+        producers = " and ".join(names.get(each, each) for each in self._first.producers)
+        return (
+            f"one device has it all, since {self._first.op} in {code} reads what {producers} "
+            "give, and accelerate moves only inputs of modules: compute it in a module of its own"
+        )
 
     def choose_devices(self, predict_step: PredictStep) -> None:
         """Move joined modules to another device if the predicted step is faster.
@@ -163,7 +182,9 @@ class MapUnits:
         """Return the units that share a device, in order; INPUTS marks the group of the inputs."""
         joined: nx.Graph[str] = nx.Graph()
         joined.add_nodes_from(self.units)
-        for group in (*self._links, *self.placed.tied_units(self.units)):
+        own = [name for name in self.placed.own_tensors() if name in self.units]
+        fed = [(INPUTS, *own)] if own else []
+        for group in (*fed, *self._links, *self.placed.tied_units(self.units)):
             nx.add_path(joined, group)
         return [
             [unit for unit in (*self.units, INPUTS) if unit in component]

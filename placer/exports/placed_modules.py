@@ -171,6 +171,24 @@ class PlacedModules:
         """
         return self.in_order(_units(self.model, ""))
 
+    def map_units(self) -> list[str]:
+        """Return the units of a device map: the model itself is always divided.
+
+        Its own parameters and buffers, :meth:`own_tensors`, are units, too.
+        """
+        children = [
+            unit for name, child in self.model.named_children() for unit in _units(child, name)
+        ]
+        return self.in_order([*self.own_tensors(), *children]) if children else self.units()
+
+    def own_tensors(self) -> list[str]:
+        """Return the names of the parameters and buffers that belong to the model itself."""
+        own = (
+            *self.model.named_parameters(recurse=False),
+            *self.model.named_buffers(recurse=False),
+        )
+        return [name for name, _ in own]
+
     def in_order(self, modules: Iterable[str]) -> list[str]:
         """Return modules in order of the first op inside them; those without ops come last."""
         first: dict[str, int] = {}
@@ -189,7 +207,7 @@ class PlacedModules:
 
         A map need not name them. If it does, accelerate sends their inputs to their device.
         """
-        units = set(self.units())
+        units = set(self.map_units())
         path_of = canonical_paths(self.model)
         modules = dict(self.model.named_modules())
         calls: dict[str, set[str]] = {}

@@ -20,6 +20,7 @@ from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.exports.device_map import OFFLOADED, ON_HOST, device_map
 from placer.exports.dry_run import flow
+from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around, parent
 from placer.exports.renaming import ExportError
@@ -84,15 +85,61 @@ def branches(*, ends: bool = False, whole: bool = False) -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
+class Contrast(nn.Module):
+    """Two towers, as in CLIP: the scale of their products is a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.text_projection = nn.Linear(8, 3)
+        self.image = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.image_projection = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.register_buffer("shift", torch.ones(3), persistent=False)
+
+    def forward(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+        text = self.text_projection(self.text(tokens)) + self.shift
+        image = self.image_projection(self.image(pixels))
+        out: Tensor = self.scale.exp() * (text @ image.T)
+        return out
+
+
+def contrast() -> Workload:
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 3)
+    return Workload.of(Contrast(), inputs, tiny_models.squared)
+
+
+class Patches(nn.Module):
+    """Adds positions, its own parameter, to the output of its first module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(3, 4))
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.embed(x) + self.positions)
+        return out
+
+
+def patches() -> Workload:
+    torch.manual_seed(0)
+    return Workload.of(Patches(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+
+
 STEPS: dict[str, Callable[[], Workload]] = {
     "meeting": meeting,
     "branches": branches,
     "branches_with_ends": functools.partial(branches, ends=True),
     "branches_as_modules": functools.partial(branches, whole=True),
     "attention": tiny_models.attention,
+    "contrast": contrast,
     "conv_net": tiny_models.conv_net,
     "norm_twice": tiny_models.norm_twice,
     "nmt": tiny_models.nmt,
+    "patches": patches,
     **{
         name: functools.partial(tiny_transformers.without_dropout, name)
         for name in ("bert", "gpt2", "t5", "llama")
@@ -117,6 +164,7 @@ def trained(step: Workload, model: nn.Module) -> dict[str, Any]:
 
 
 @without_cuda
+@pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("by", ["op", "module", "layer"])
 @pytest.mark.parametrize("name", in_turn(STEPS))
 def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
@@ -208,6 +256,40 @@ def test_of_two_branches_only_the_modules_whose_outputs_meet_share_a_device(
     exported = export_extracted(device_map, extraction, placement_of(graph, GPUS, devices))
     assert {path for path, device in exported.content.items() if device == 1} == on_second
     assert (exported.moved_op_count == 0) == (name == "branches_as_modules")
+
+
+@pytest.mark.parametrize(
+    ("name", "on_second", "expected"),
+    [
+        (
+            "contrast",
+            "text",
+            {"scale": 0, "text": 1, "text_projection": 0, "image": 0, "image_projection": 0},
+        ),
+        ("patches", "layers", {"positions": 0, "embed": 0, "layers": 1}),
+    ],
+)
+def test_a_model_with_a_parameter_of_its_own_is_divided(
+    name: str, on_second: str, expected: dict[str, int]
+) -> None:
+    extraction = extracted(name)
+    graph = call_graph(extraction).graph
+    devices = [int(attributes_of(graph, node)["module"].startswith(on_second)) for node in graph]
+    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
+    assert found.content == expected
+    assert not found.remedy
+    given = DeviceMap({path: f"cuda:{number}" for path, number in found.content.items()})
+    assert given.conflict(extraction) == ""
+
+
+def test_a_map_of_one_device_says_what_keeps_the_model_together() -> None:
+    model = tiny_models.Plain(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    extraction = extract(replace(meeting(), model=model))
+    graph = call_graph(extraction).graph
+    devices = [int(attributes_of(graph, node)["module"] == "b") for node in graph]
+    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
+    assert found.content == {"": 0}
+    assert "since add in Plain.forward reads what a and b give" in found.remedy
 
 
 def test_residual_paths_join_layers() -> None:
