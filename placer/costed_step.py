@@ -14,12 +14,13 @@ import networkx as nx
 
 from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_here
+from envs.hardware.discover import is_here, is_local_core_set
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import costed, runtime_for
 from graphs.graph import GraphArrays
 from placer.job import Job
+from placer.messages import core_refusal
 from placer.progress import Progress, counter
 from placer.search.compilation import compiled_beside, load_compiled_code
 from placer.warm_start import placement_of
@@ -75,6 +76,8 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     progress.stage("Extracting the graph")
     with compiled_beside() if simulates else nullcontext(False) as compiles:
         extraction = extract(workload, job.extractor)
+        if simulates and any(map(is_local_core_set, cluster.names)):
+            progress.remark(core_refusal(extraction))
         runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
         graph = job.constraints.applied_to(runtime.graph, cluster)
         warm_start = _warm_start(job, extraction, graph)

@@ -290,23 +290,22 @@ def no_optimizer(problem: Problem) -> str:
     return NO_OPTIMIZER if has_none else ""
 
 
+def core_refusal(extraction: Extraction) -> str:
+    """Return what placer.apply will refuse on pinned cores, and why."""
+    refusal = extraction.core_refusal
+    return refusal and (
+        f"On pinned cores placer.apply refuses it, unless the model stays unplaced: {refusal}."
+    )
+
+
 def extraction_remarks(extraction: Extraction) -> list[str]:
     """Return remarks on the extraction, the most important first."""
     from graphs.extract.errors import shown_lines
     from graphs.extract.export.trace import lstm_layers
 
     remarks = []
-    if extraction.depends_on_data:
-        remarks.append(
-            "The placement is for the example inputs: the model reads values of tensors "
-            f"({shown_lines(extraction.depends_on_data)}), so that other inputs may take another "
-            "path."
-        )
-    if extraction.step_program is None:
-        remarks.append(
-            "This is a graph of modules: cuda:N and cpu run the model's own code, for other "
-            "devices the predicted step time counts."
-        )
+    if refusal := core_refusal(extraction):
+        remarks.append(refusal)
     remarks += [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
     if extraction.step.training and (layers := lstm_layers(extraction.step)):
         remarks.append(

@@ -36,6 +36,10 @@ class Progress(Protocol):
         """Report the share of the stage that is done, 0 .. 1; ``text`` says what is going on."""
         ...
 
+    def remark(self, text: str) -> None:
+        """Show a sentence that matters before the job ends, if it is not empty."""
+        ...
+
 
 def counter(progress: Progress) -> Callable[[int, int], None]:
     """Return a callback of (done, total) that advances the stage."""
@@ -87,6 +91,9 @@ class Silent:
     def advance(self, share: float, text: str = "") -> None:
         """Do nothing."""
 
+    def remark(self, text: str) -> None:
+        """Do nothing."""
+
 
 class PlainLines:
     """Prints a line to stderr when a stage begins and ends, and some in between."""
@@ -117,6 +124,11 @@ class PlainLines:
             self._printed = time.perf_counter()
             line = ", ".join(part for part in (f"{share:.0%}", left, text) if part)
             print(f"{self._title}: {line}", file=sys.stderr, flush=True)
+
+    def remark(self, text: str) -> None:
+        """Print it on a line of its own."""
+        if text:
+            print(text, file=sys.stderr, flush=True)
 
     def _complete(self) -> None:
         if self._title:
@@ -180,6 +192,11 @@ class Bars:
         self._bars.update(self._task, total=1.0, completed=share, text=text)
         self._bars.refresh()
         self._drawn = time.perf_counter()
+
+    def remark(self, text: str) -> None:
+        """Print it above the bars."""
+        if text:
+            self._bars.console.print(text, markup=False, highlight=False)
 
     def _tick(self, stopped: threading.Event) -> None:
         while not stopped.wait(SECONDS_BETWEEN_TICKS):

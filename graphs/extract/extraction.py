@@ -32,6 +32,15 @@ from graphs.extract.updates import with_optimizer
 from graphs.workload import ExtractionError, StepError, Workload
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
+IN_OWN_CODE: Final = (
+    "Compute all branches and choose with torch.where, mask instead of selecting, or let every "
+    "expert compute every token"
+)
+IN_LIBRARY: Final = (
+    "The lines are in an installed package: give the model the inputs and options with which it "
+    "need not look (transformers: an attention_mask, experts_implementation)"
+)
+"""What to do about lines that read values of tensors."""
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
 
 
@@ -76,11 +85,7 @@ class Extraction:
     def program(self) -> StepProgram:
         """The program that runs the step; an ExtractionError if it is of its modules."""
         if self.step_program is None:
-            raise ExtractionError(
-                f"the graph of {type(self.step.model).__name__} is of its modules: it can be "
-                "placed by simulation, but there is no program that runs the placed step on pinned "
-                "cores (core:N); on cuda:N and cpu the model's own code does"
-            )
+            raise ExtractionError(self.core_refusal)
         return self.step_program
 
     @property
@@ -102,19 +107,33 @@ class Extraction:
             )
         return self.forward_program
 
+    @property
+    def core_refusal(self) -> str:
+        """Return why pinned cores cannot run a placed step on any data, "" if they can."""
+        name = type(self.step.model).__name__
+        if self.step_program is None:
+            return (
+                f"the graph of {name} is of its modules: it can be placed by simulation, but there "
+                "is no program that runs the placed step on pinned cores (core:N); on cuda:N and "
+                "cpu the model's own code does"
+            )
+        if not self.depends_on_data:
+            return ""
+        return (
+            f"{name} reads values of tensors ({shown_lines(self.depends_on_data)}), and what it "
+            "does next was recorded for the example inputs only: on other data the placed step "
+            f"would be wrong. {IN_LIBRARY if self._reads_in_library else IN_OWN_CODE}; or place "
+            "its modules on cuda:N and cpu, where its own code runs (extractor modules)"
+        )
+
+    @property
+    def _reads_in_library(self) -> bool:
+        return all("site-packages" in line for line in self.depends_on_data)
+
     def check_any_data(self) -> None:
         """Raise ExtractionError if there is no program, or it holds for the example inputs only."""
-        program = self.program  # raises for a graph of modules
-        if program.op_count and self.depends_on_data:
-            raise ExtractionError(
-                f"{type(self.step.model).__name__} reads values of tensors "
-                f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "
-                "the example inputs only: on other data the placed step would be wrong. Compute "
-                "all branches and choose with torch.where, mask instead of selecting, or let "
-                "every expert compute every token; or place its modules on cuda:N and cpu, where "
-                "its own code runs",
-                remedy="modules",
-            )
+        if self.program.op_count and self.depends_on_data:  # raises for a graph of modules
+            raise ExtractionError(self.core_refusal, remedy="modules")
 
 
 def extract(step: Workload, extractor: str = "auto") -> Extraction:

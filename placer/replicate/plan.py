@@ -92,6 +92,10 @@ class _SharedStage:
             (self.number + share) / self.count, f"{place}: {text}" if text else place
         )
 
+    def remark(self, text: str) -> None:
+        """Show it as the whole job does."""
+        self.whole.remark(text)
+
 
 @dataclass(frozen=True, slots=True)
 class _Groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import placer
 from envs.hardware.discover import discover
 from graphs.graph_file import load_graph
 from placer.cli.main import main
+from placer.costed_step import costed_step
 from placer.evaluation import Evaluation, evaluate_job, evaluation_job
+from placer.job import Job
+from placer.messages import core_refusal
 from placer.progress import Silent
 from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair
@@ -192,3 +196,48 @@ def test_a_measured_backend_runs_several_placements_in_the_same_rounds() -> None
     assert [run.measurement is not None and len(run.measurement.wall_s) for run in runs] == [2, 2]
     with pytest.raises(ValueError, match="are here to run"):
         placer.measured(layers(), toy_pair("near", "far"))
+
+
+class Told(Silent):
+    """Keeps the titles of stages and the remarks, in order."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def stage(self, title: str) -> None:
+        self.texts.append(title)
+
+    def remark(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def doubling(m: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = m.a(x) * 2 if x.sum() > 0 else m.a(x)
+    return out
+
+
+@pytest.mark.parametrize("extractor", ["dispatch", "modules"])
+def test_what_apply_refuses_is_said_before_anything_is_measured(extractor: str) -> None:
+    model = tiny_models.Plain(doubling, a=nn.Linear(4, 4))
+    workload = placer.Workload.of(model, torch.randn(3, 4), training=False)
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    search = placer.SearchConfig(policy=None, measure=False)
+    told = Told()
+    step = costed_step(Job.of(workload, core, search=search, extractor=extractor), told)
+    assert step.extraction is not None
+    refusal = core_refusal(step.extraction)
+    assert told.texts.index(refusal) < told.texts.index("Measuring op costs")
+    assert "cuda:N and cpu" in refusal
+    if extractor == "dispatch":
+        assert __file__ in refusal
+        assert "torch.where" in refusal
+        line = 'File "/lib/site-packages/some/module.py", line 3, in check'
+        foreign = replace(step.extraction, depends_on_data=(line,))
+        assert "give the model the inputs and options" in foreign.core_refusal
+
+
+def test_nothing_is_refused_where_the_step_can_run_on_any_data() -> None:
+    told = Told()
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    costed_step(Job.of(layers(), core, search=placer.SearchConfig(policy=None)), told)
+    assert "refuses" not in " ".join(told.texts)
