@@ -31,6 +31,7 @@ from graphs.extract.eager import try_fakes, without_meta
 from graphs.extract.errors import (
     custom_backward_refused,
     running_line,
+    unreturnable,
     wants_input_gradient,
     writes_input,
 )
@@ -176,10 +177,7 @@ class _Recording:
                 leaves[i] = Position(len(tensors))
                 tensors.append(leaf)
             elif not isinstance(leaf, PLAIN):
-                raise ExtractionError(
-                    f"the model returns a {type(leaf).__name__}, whose tensors torch cannot find; "
-                    "return tensors in tuples, lists or dicts"
-                )
+                raise unreturnable(leaf)
         self.results = [Result(-1, "output", str(i)) for i in range(len(tensors))]
         self.outputs = tree_unflatten(leaves, tree)
         return tensors

@@ -177,6 +177,16 @@ def wants_input_gradient(which: str) -> StepError:
     )
 
 
+def unreturnable(value: object) -> ExtractionError:
+    """Return the error for an output whose tensors torch cannot find."""
+    kind = type(value).__name__
+    without = "leave the cache out with use_cache=False, or " if "cache" in kind.lower() else ""
+    return ExtractionError(
+        f"the model returns a {kind}, whose tensors torch cannot find; {without}return tensors in "
+        "tuples, lists or dicts"
+    )
+
+
 def loss_without_gradient(step: Workload) -> StepError:
     """Return the error for a training step without a backward pass."""
     return StepError(

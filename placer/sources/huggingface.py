@@ -201,7 +201,7 @@ def _config(transformers: Any, request: Request) -> Any:
     _check_fields(usual, request)
     with _refusing(request):
         config = maker(**{**sizes, **request.fields})
-    # The key-value cache is for generating text, and a graph cannot return it.
+    # The key-value cache is for generating text.
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id

@@ -33,7 +33,12 @@ from graphs.extract.autocast import (
 )
 from graphs.extract.convert import Traced
 from graphs.extract.eager import without_meta
-from graphs.extract.errors import custom_backward_refused, wants_input_gradient, writes_input
+from graphs.extract.errors import (
+    custom_backward_refused,
+    wants_input_gradient,
+    writes_input,
+)
+from graphs.extract.export.parts import Parts
 from graphs.extract.fx_nodes import tag_calls
 from graphs.extract.model_state import tracing, with_distinct_inputs, written_when_assigned
 from graphs.extract.program import Result, ResultRole, Role, Source
@@ -110,18 +115,19 @@ def _mixed_inference(step: Workload) -> Traced:
 
 def _described(wrapper: nn.Module, step: Workload) -> Traced:
     """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
-    arguments = step.step_inputs, dict(step.keywords)
+    parts = Parts(step)
     with (
         autocast(step.dtype),
+        parts.taken_apart(wrapper),
         custom_backward_refused(step, functions=True, saving=True),
         written_when_assigned(wrapper, unwrapped),
     ):
-        program = torch.export.export(wrapper, *arguments, strict=False)
+        program = torch.export.export(wrapper, *parts.arguments, strict=False)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     tag_calls(module, WRAPPED)
-    joint = _aot_graph(module, step)
-    leaves = tree_flatten(arguments)[0]
+    joint = _aot_graph(module, step, parts)
+    leaves = tree_flatten(parts.arguments)[0]
     sources: dict[fx.Node, Source] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         description = node.meta["desc"]
@@ -135,10 +141,10 @@ def _described(wrapper: nn.Module, step: Workload) -> Traced:
             sources[node] = Source(-1, "constant", "", none)
         else:
             sources[node] = Source(-1, role, name)
-    (output,) = joint.graph.find_nodes(op="output")
+    (end,) = joint.graph.find_nodes(op="output")
     results: list[tuple[fx.Node, Result]] = []
     returned: list[Any] = []
-    for node, description in zip(output.args[0], output.meta["desc"], strict=True):
+    for node, description in zip(end.args[0], end.meta["desc"], strict=True):
         if _is_output(description):
             returned.append(Position(len(returned)) if isinstance(node, fx.Node) else node)
         if isinstance(node, fx.Node):
@@ -150,7 +156,7 @@ def _described(wrapper: nn.Module, step: Workload) -> Traced:
         results=results,
         prefix=WRAPPED,
         training=step.training,
-        outputs=tree_unflatten(returned, program.call_spec.out_spec),
+        outputs=parts.whole(tree_unflatten(returned, program.call_spec.out_spec)),
         exported=module,
     )
 
@@ -203,13 +209,13 @@ def _is_output(description: Any) -> bool:
     return type(description).__name__ == "PlainAOTOutput"
 
 
-def _aot_graph(module: fx.GraphModule, step: Workload) -> fx.GraphModule:
+def _aot_graph(module: fx.GraphModule, step: Workload, parts: Parts) -> fx.GraphModule:
     """Return the aten graph of an exported module in the step dtype, with backward in training."""
 
     def traced() -> fx.GraphModule:
         with contextlib.ExitStack() as stack:
             return aot_export_joint_with_descriptors(
-                stack, module, step.step_inputs, dict(step.keywords), _record_nn_module_stack=True
+                stack, module, *parts.arguments, _record_nn_module_stack=True
             ).graph_module
 
     if step.dtype == FULL:
@@ -257,8 +263,9 @@ def _inference(step: Workload) -> Traced:
     prefix = WRAPPED if is_wrapped else ""
     model = ModelAlone(step) if prefix else step.model
     named: Callable[[str], str] = unwrapped if prefix else str
-    with written_when_assigned(model, named):
-        program = torch.export.export(model, step.model_inputs, dict(step.keywords), strict=False)
+    parts = Parts(step)
+    with parts.taken_apart(model), written_when_assigned(model, named):
+        program = torch.export.export(model, *parts.arguments, strict=False)
     tag_calls(program.graph_module, prefix)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
@@ -305,7 +312,7 @@ def _inference(step: Workload) -> Traced:
         results=results,
         prefix=prefix,
         training=False,
-        outputs=tree_unflatten(returned, program.call_spec.out_spec),
+        outputs=parts.whole(tree_unflatten(returned, program.call_spec.out_spec)),
         exported=exported,
     )
 
