@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +121,7 @@ def train_rank(
     if cuda:
         torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
     nccl = bool(cuda) and not run.is_shared  # NCCL does not let two ranks share a GPU
-    with joined(request.timeout_s, nccl=nccl) as store:
+    with joined(request.timeout_s, nccl=nccl) as store, _cores_given_back():
         rank, ranks = dist.get_rank(), dist.get_world_size()
         # shorter than the timeout of NCCL's watchdog, which would end the process first
         silence_s = 0.8 * request.timeout_s if nccl else None
@@ -184,6 +185,16 @@ def occupy(local: Placement) -> None:
     cores = {core for name in local.device_names for core in cores_of(name)}
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores) if leaves_unplaced(local) else 1)
+
+
+@contextmanager
+def _cores_given_back() -> Iterator[None]:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
 
 
 def optimizer_of(kind: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
