@@ -257,7 +257,7 @@ def fitted_costs(candidate: Candidate) -> str:
     error = ratio_of(candidate.predicted_s, candidate.ranking_s(contended=False))
     return (
         f"The predicted step of {candidate.name} was {error:.2f} of its measured time, so op costs "
-        "were fitted to the runs and the search was repeated: predictions are by the fitted costs."
+        "were fitted to the runs: predictions are by the fitted costs."
     )
 
 

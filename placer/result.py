@@ -48,7 +48,7 @@ class Result:
     search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""  # why nothing could be run
     measuring_s: float = 0.0  # time spent on running candidates
-    mispredicted: Candidate | None = None  # for which costs were fitted and the search repeated
+    mispredicted: Candidate | None = None  # for which costs were fitted
 
     def __str__(self) -> str:
         """Return the chosen candidate and the verdict."""

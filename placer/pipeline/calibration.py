@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from envs.costs.factors import unplaced_factors
 from envs.problem import Problem
-from envs.simulator.fitting import fitted_factors, scaled_problem
+from envs.simulator.fitting import fitted_factors
 from placer.choose import mispredicted, runs_contended
 from placer.search.candidate import Candidate
 
@@ -16,30 +16,29 @@ if TYPE_CHECKING:
     from envs.runtime import Runtime
 
 
+Factors = Mapping[str, Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Problems with costs fitted to runs, and the candidate whose prediction was off before."""
+    """Factors of op costs that explain runs of candidates."""
 
-    problem: Problem
-    unplaced: Problem | None  # of the step on the one device of the unplaced model
-    mispredicted: Candidate
+    factors: Factors  # of the problem's costs, {device kind: {class of ops: factor}}
+    unplaced_factors: Factors  # of the costs of the unplaced model; none if it did not run
+    mispredicted: Candidate | None  # whose prediction was off, by the costs without the factors
 
-    def problem_of(self, candidate: Candidate) -> Problem:
-        """Return the problem that predicts a candidate."""
-        return self.unplaced if candidate.is_unplaced and self.unplaced else self.problem
+    def keep(self, runtime: Runtime, problem: Problem, unplaced: Problem | None) -> None:
+        """Keep the factors with the costs that made the problems."""
+        runtime.keep_factors(problem.cluster, self.factors)
+        if unplaced is not None:
+            runtime.keep_factors(unplaced.cluster, self.unplaced_factors)
 
 
 def calibration_of(
-    candidates: Sequence[Candidate],
-    problem: Problem,
-    unplaced: Problem | None,
-    runtime: Runtime | None,
+    candidates: Sequence[Candidate], problem: Problem, unplaced: Problem | None
 ) -> Calibration | None:
-    """Fit op costs to the runs of candidates, and keep the factors with the costs of a runtime.
-
-    Returns None where the predictions were good enough, or the runs cannot tell.
-    """
-    ran = [each for each in candidates if each.measurement and each.can_run]
+    """Fit op costs to the last runs of candidates; return None where the runs cannot tell."""
+    ran = [each for each in candidates if each.measurement and each.can_run and not each.eliminated]
     placed = [each for each in ran if not each.is_unplaced]
     if not placed or runs_contended(ran):
         return None
@@ -48,21 +47,11 @@ def calibration_of(
         [each.placement for each in placed],
         [each.ranking_s(contended=False) for each in placed],
     )
+    of_unplaced = {}
     whole = next((each for each in ran if each.is_unplaced), None)
-    if unplaced is not None and whole is not None and runtime is not None:
-        unplaced = _fitted_unplaced(unplaced, whole, runtime)
-    if runtime is not None:
-        runtime.keep_factors(problem.cluster, factors)
-    wrong = mispredicted(ran)
-    if wrong is None:
-        return None
-    fitted = scaled_problem(problem, factors)
-    return Calibration(problem=fitted, unplaced=unplaced, mispredicted=wrong)
-
-
-def _fitted_unplaced(problem: Problem, candidate: Candidate, runtime: Runtime) -> Problem:
-    """Fit the costs of the unplaced model to its step; return its problem with them."""
-    of_ops = unplaced_factors(candidate.predicted_s, candidate.ranking_s(contended=False))
-    factors = {problem.cluster.devices[0].kind: of_ops}
-    runtime.keep_factors(problem.cluster, factors)
-    return scaled_problem(problem, factors)
+    if unplaced is not None and whole is not None:
+        found = unplaced_factors(whole.predicted_s, whole.ranking_s(contended=False))
+        of_unplaced = {unplaced.cluster.devices[0].kind: found}
+    return Calibration(
+        factors=factors, unplaced_factors=of_unplaced, mispredicted=mispredicted(ran)
+    )

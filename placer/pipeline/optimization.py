@@ -17,13 +17,14 @@ from envs.costs.factors import fitted_source
 from envs.executors.cores.errors import WorkerError
 from envs.problem import Problem
 from envs.simulator.bounds import missing_link
+from envs.simulator.fitting import scaled_problem
 from envs.simulator.reasons import memory_shortfall
 from graphs.coarsen.groups import Coarsened
 from placer.choose import PlacementError, choose, overfull, worth_running, worth_running_too
 from placer.costed_step import costed_step, unplaced_problem
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.pipeline.calibration import calibration_of
+from placer.pipeline.calibration import Calibration, calibration_of
 from placer.pipeline.candidate_runs import CandidateRuns
 from placer.pipeline.candidate_search import CandidateSearch, grouped
 from placer.progress import Progress, Silent
@@ -146,6 +147,8 @@ class _Optimization:
         elif not self.search.interrupt.requested:
             self._calibrate(runs)
         self.candidates = runs.final(self.problem, self.candidates)
+        if fit := calibration_of(self.candidates, self.problem, self.unplaced):
+            self._use(fit)
 
     def _use_less_memory(self, runs: CandidateRuns) -> None:
         """Search again with less memory while the best candidates run out of it."""
@@ -164,22 +167,38 @@ class _Optimization:
             self.search_trace = search_trace
 
     def _calibrate(self, runs: CandidateRuns) -> None:
-        """Fit op costs to the runs; where predictions were off, search again with fitted costs."""
+        """Where predictions were off, search again with costs fitted to the runs."""
         search = self.search
-        runtime = search.runtime if search.config.backend is None else None
-        fit = calibration_of(self.candidates, self.problem, self.unplaced, runtime)
-        if fit is None:
+        fit = calibration_of(self.candidates, self.problem, self.unplaced)
+        if fit is None or fit.mispredicted is None:
             return
         search.progress.stage("Predictions were off: searching again with fitted costs")
-        found = search.candidates(fit.problem, search_trace := SearchTrace(), REPEATED)
-        before = [search.predicted_again(each, fit.problem_of(each)) for each in self.candidates]
-        self.problem, self.unplaced, self.candidates = fit.problem, fit.unplaced, before
-        self.mispredicted, self.bounds_s = fit.mispredicted, _bounds_s(found)
-        further = worth_running_too(found, before)
+        self._use(fit)
+        found = search.candidates(self.problem, search_trace := SearchTrace(), REPEATED)
+        self.bounds_s = _bounds_s(found)
+        further = worth_running_too(found, self.candidates)
         if further and not search.interrupt.requested:
             search.progress.stage("Running the best of them for real")
-            self.candidates = runs.further(self.problem, before, further)
+            self.candidates = runs.further(self.problem, self.candidates, further)
             self.search_trace = search_trace
+
+    def _use(self, fit: Calibration) -> None:
+        """Keep fitted costs; where predictions were off, predict with them from now on."""
+        if self.search.runtime is not None and self.search.config.backend is None:
+            fit.keep(self.search.runtime, self.problem, self.unplaced)
+        if fit.mispredicted is None:
+            return
+        self.mispredicted = self.mispredicted or fit.mispredicted
+        self.problem = scaled_problem(self.problem, fit.factors)
+        if self.unplaced is not None:
+            self.unplaced = scaled_problem(self.unplaced, fit.unplaced_factors)
+        self.candidates = [
+            self.search.predicted_again(each, self._problem_of(each)) for each in self.candidates
+        ]
+        self.bounds_s = []  # proved with other costs
+
+    def _problem_of(self, candidate: Candidate) -> Problem:
+        return self.unplaced if candidate.is_unplaced and self.unplaced else self.problem
 
     def _result(self, measuring_s: float) -> Result:
         best, search = choose(self.candidates), self.search
@@ -187,7 +206,7 @@ class _Optimization:
         hand_over_s = self.problem.graph.hand_over_s  # what searches prove is without it
         return Result(
             placement=best.placement,
-            problem=self.unplaced if best.is_unplaced and self.unplaced else self.problem,
+            problem=self._problem_of(best),
             candidates=tuple(self.candidates),
             best=best,
             lower_bound_s=max(bound_s, *(each + hand_over_s for each in self.bounds_s), 0.0),
