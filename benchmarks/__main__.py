@@ -68,11 +68,14 @@ def chosen_parts(names: Sequence[str], effort: Effort) -> dict[str, dict[str, Pa
         ValueError: there is no such benchmark or part.
     """
     chosen: dict[str, dict[str, Part]] = {}
+    known: dict[str, Mapping[str, Part]] = {}  # made once: parts may share what they prepare
     for name in names or BENCHMARKS:
         benchmark, _, part = name.partition(":")
         if benchmark not in BENCHMARKS:
             raise ValueError(f"there is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
-        parts = dict(BENCHMARKS[benchmark].parts(effort))
+        if benchmark not in known:
+            known[benchmark] = BENCHMARKS[benchmark].parts(effort)
+        parts = known[benchmark]
         if part and part not in parts:
             raise ValueError(f"{benchmark} has no part {part!r}; it has {', '.join(parts)}")
         chosen.setdefault(benchmark, {}).update({part: parts[part]} if part else parts)
