@@ -24,7 +24,7 @@ demo: $(READY)  ## place NASNet-A, and in one line Inception-V3, on two cores of
 	$(BIN)/placer optimize graphs/models/nasnet.py:build --devices core:0,core:1 --budget 5s \
 		--out $(OUT)/placement.json --report $(OUT)/report.html
 	@printf '\nInception-V3. '
-	@$(BIN)/placer optimize graphs/models/inception.py:build --devices core:0,core:1 --budget 2s --quiet \
+	@$(BIN)/placer optimize graphs/models/inception.py:build --inference --devices core:0,core:1 --budget 2s --quiet \
 		--out $(OUT)/inception.json
 
 test: $(READY)  ## run the fast tests

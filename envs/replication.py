@@ -168,6 +168,11 @@ class Replication:
         times = replicas * self.accumulate if self.batch == "per-replica" else 1
         return (self.samples or 1) * times
 
+    @property
+    def takes_measured_times(self) -> bool:
+        """Return whether the measured all-reduces of a backend are those of this reduction."""
+        return self.reduction in (AUTO, "ring")
+
     def all_reduce(
         self,
         size_bytes: int,
@@ -180,7 +185,7 @@ class Replication:
         backends choose rings.
         """
         sent_bytes = size_bytes * PAYLOADS[self.payload]
-        if measured is not None and self.reduction in (AUTO, "ring"):
+        if measured is not None and self.takes_measured_times:
             ranks = math.prod(level.ranks for level in levels)
             reduction = AllReduce(algorithm="ring", seconds=measured.seconds(sent_bytes, ranks))
         elif self.reduction == AUTO:

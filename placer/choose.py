@@ -22,6 +22,9 @@ FURTHER_CANDIDATES: Final = 2
 WORTHWHILE: Final = 0.02
 """Predicted gain over the first search that they need: fitted predictions are no more accurate."""
 
+CLEAR: Final = 0.15
+"""Lead of a baseline over all placements, in a few rounds, that more rounds need not confirm."""
+
 _Run: TypeAlias = tuple[Candidate, Measurement]
 
 
@@ -135,7 +138,8 @@ def finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     These are the fastest placement, the simplest of those within noise of it, a warm start, the
     fastest device by itself and the unplaced model. Returns [] where there is nothing to compare,
-    or other processes use the cores, where more runs cost much and tell little.
+    a baseline is far ahead even of the luckiest placement, or other processes use the cores, where
+    more runs cost much and tell little.
     """
     tried = [each for each in candidates if each.measurement is not None and not each.eliminated]
     ran = [each for each in tried if each.can_run]
@@ -146,6 +150,10 @@ def finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
         return sorted(some, key=lambda each: each.ranking_s(contended=False))[:1]
 
     several = [each for each in ran if not (each.is_single or each.is_unplaced)]
+    others = [each for each in ran if each not in several]
+    for placed, baseline in zip(fastest(several), fastest(others), strict=False):
+        if placed.ranking_s(contended=False) > (1 + CLEAR) * baseline.ranking_s(contended=False):
+            return []
     always = [each for each in ran if each.kind in (Kind.UNPLACED, Kind.WARM_START)]
     found = [*fastest(several), choose(several)] if several else []
     found += fastest([each for each in ran if each.is_single]) + always

@@ -235,6 +235,7 @@ class Result:
             "measured": measured,
             "speed_up": _finite(self.speedup_of(candidate)),
             "chosen": candidate is self.best,
+            "eliminated": candidate.eliminated,
             "why": candidate.why,
         }
 

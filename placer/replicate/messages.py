@@ -149,7 +149,7 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
         yield f"Encoding and decoding {requested.payload} gradients is assumed to take no time."
     if best.replicas > 1 and not (best.joined or reduces_in_backward(plan.problem.cluster)):
         how = "at the speed of their links; gloo is slower"
-        if (measured := plan.collectives) is not None:
+        if (measured := plan.collectives) is not None and requested.takes_measured_times:
             how = f"with all-reduces of {measured.backend} as measured between these cores"
         yield (
             "Pinned cores deliver all gradients at the end, so no communication is hidden. It is "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,6 +12,7 @@ import numpy as np
 from envs.hardware.discover import available_memory_bytes, cores_in_use
 from envs.measurement import Measurement, tied
 from envs.replication import Replication
+from envs.runtime import runtime_for
 from placer.interrupt import Interrupt
 from placer.parallel.methods.registry import method_named
 from placer.parallel.plan import planned_method
@@ -50,7 +51,10 @@ def with_trials(
     from placer.parallel.collectives import contended
     from placer.parallel.trials import Trial, run_trials
 
-    chosen = worth_trying(plan, available_memory_bytes() * MEMORY_SHARE)
+    def held_bytes(split: Split) -> int:
+        return ranks_bytes(split, extractions[plan.requested.parts(split.replicas)])
+
+    chosen = worth_trying(plan, available_memory_bytes() * MEMORY_SHARE, held_bytes)
     parts = [plan.requested.parts(split.replicas) for split in chosen]
     steps = {each: _without_optimizer(extractions[each]) for each in parts}
     trials = []
@@ -75,10 +79,13 @@ def with_trials(
     return replace(plan, splits=ranked(splits), is_busy=is_busy)
 
 
-def worth_trying(plan: ReplicaPlan, memory_bytes: float) -> list[Split]:
+def worth_trying(
+    plan: ReplicaPlan, memory_bytes: float, held_bytes: Callable[[Split], int]
+) -> list[Split]:
     """Return the splits to run: the fastest placed ones by prediction, and the unplaced ones.
 
-    Those that do not fit into the memory together are left out, the slowest placed ones first.
+    Those that do not fit into the memory together are left out, the slowest placed ones first;
+    ``held_bytes`` is what all ranks of a split take.
     """
     feasible = [split for split in plan.splits if split.step is not None]
     placed = sorted((s for s in feasible if not s.joined), key=lambda s: -s.samples_per_s)
@@ -86,12 +93,25 @@ def worth_trying(plan: ReplicaPlan, memory_bytes: float) -> list[Split]:
     others = [split for split in placed if split is not plan.best][: MOST_PLACED - 1]
     chosen, left_bytes = [], memory_bytes
     for split in [*best, *(s for s in feasible if s.joined), *others]:
-        assert split.result is not None, "it is feasible"
-        held_bytes = split.replicas * sum(split.result.best.peak_memory_bytes.values())
-        if held_bytes <= left_bytes:
+        if (size := held_bytes(split)) <= left_bytes:
             chosen.append(split)
-            left_bytes -= held_bytes
+            left_bytes -= size
     return chosen
+
+
+def ranks_bytes(split: Split, extraction: Extraction | None) -> int:
+    """Return the predicted memory of all ranks of a split: of their workers, where they have some.
+
+    The tensors of a step stand for what a rank without workers takes.
+    """
+    assert split.result is not None, "it is feasible"
+    placement, peaks = split.result.placement, None
+    if extraction is not None:
+        runtime = runtime_for(extraction, split.result.problem.cluster)
+        order = np.argsort(-placement.arrays()[1], kind="stable")
+        peaks = runtime.peak_memory_bytes(placement, order.tolist())
+    peaks = peaks or split.result.best.peak_memory_bytes
+    return split.replicas * sum(peaks.values())
 
 
 def _without_optimizer(extraction: Extraction | None) -> Extraction:

@@ -152,6 +152,15 @@ def test_the_fastest_runs_again_beside_the_baseline_and_only_new_times_count() -
     assert best.ranking_s(contended=False) == pytest.approx(1.3)
 
 
+@pytest.mark.parametrize(("lead", "rounds"), [(1.2, [3]), (1.1, [3, 5])])
+def test_a_baseline_that_is_far_ahead_needs_no_final(lead: float, rounds: list[int]) -> None:
+    first_s = {**FIRST_S, SINGLE: FIRST_S[ANNEALING] / lead}
+    machine = Machine(first_s, {**AGAIN_S, SINGLE: first_s[SINGLE]})
+    ran = run(machine)
+    assert machine.rounds == rounds
+    assert choose(ran).kind is SINGLE
+
+
 def test_a_lead_that_was_luck_is_lost_in_the_final() -> None:
     assert choose(run(Machine(FIRST_S, {SINGLE: 2.0, ANNEALING: 2.0}))).kind is SINGLE
 

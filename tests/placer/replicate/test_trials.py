@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from envs.executors.cores.memory import WORKER_BYTES
 from envs.hardware.cluster import Cluster, Link
 from envs.hardware.discover import present
 from envs.hardware.units import milliseconds
@@ -29,11 +31,17 @@ from placer.replicate.fitting import MOST_STEPS, Factors, FittedFactors
 from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, Split, training_of
-from placer.replicate.trials import can_be_tried, ranked, with_factors, worth_trying
+from placer.replicate.trials import (
+    can_be_tried,
+    ranked,
+    ranks_bytes,
+    with_factors,
+    worth_trying,
+)
 from placer.report.replicas import plan_to_dict
 from tests.helpers.clusters import nodes
 from tests.helpers.ranks import on_ranks
-from tests.helpers.replica_plans import layers, planned, training
+from tests.helpers.replica_plans import SEARCH, layers, planned, training
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -139,13 +147,12 @@ def test_the_fastest_placed_splits_and_all_unplaced_ones_are_run_as_memory_allow
     unplaced = replace(found.best, joined=1)
     plan = replace(found, splits=(*found.splits, unplaced))
     by_time = sorted(found.splits, key=lambda each: -each.samples_per_s)
-    assert names(worth_trying(plan, 1e15)) == [
+    held_bytes = partial(ranks_bytes, extraction=None)
+    assert names(worth_trying(plan, 1e15, held_bytes)) == [
         "4 x 1", "4 x 1 unplaced", *names(by_time[1:3])
     ]  # fmt: skip
-    assert found.best.result is not None
-    held_bytes = 4 * sum(found.best.result.best.peak_memory_bytes.values())
-    assert names(worth_trying(plan, held_bytes)) == ["4 x 1"]
-    assert not worth_trying(plan, 1.0)
+    assert names(worth_trying(plan, held_bytes(found.best), held_bytes)) == ["4 x 1"]
+    assert not worth_trying(plan, 1.0, held_bytes)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +296,17 @@ def cores_cluster() -> Cluster:
     )
     link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     return replace(cluster, devices=devices, links=(link,))
+
+
+@two_cores
+def test_ranks_take_the_memory_of_their_workers_not_only_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    plan = planned(training(), cores_cluster(), search=replace(SEARCH, measure=False))
+    [pair] = [split for split in plan.splits if split.name == "2 x 1"]
+    tensors_bytes = ranks_bytes(pair, None)
+    assert ranks_bytes(pair, extract(training())) > tensors_bytes + 2 * WORKER_BYTES
 
 
 def really_tried(folder: str) -> dict[str, object]:
