@@ -17,6 +17,8 @@ MEASURED_CANDIDATES: Final = 5
 
 OFF: Final = 0.1
 """Relative error of a prediction beyond which the search is repeated with fitted costs."""
+INEXACT: Final = 0.05
+"""Relative error beyond which costs are fitted to the last runs, without another search."""
 FURTHER_CANDIDATES: Final = 2
 """Number of candidates of the repeated search to run."""
 WORTHWHILE: Final = 0.02
@@ -61,17 +63,20 @@ def overfull(candidates: Sequence[Candidate]) -> bool:
     return bool(several) and all(measurement.overfull for measurement in several)
 
 
-def mispredicted(candidates: Sequence[Candidate]) -> Candidate | None:
+def mispredicted(
+    candidates: Sequence[Candidate], off: float = OFF, *, is_last: bool = False
+) -> Candidate | None:
     """Return the choice, or the fastest placement on several devices, if its prediction is off.
 
-    The unplaced model does not count: its costs are of no use to placements.
+    That is by more than a relative error of ``off``. Before the last runs the unplaced model does
+    not count: its costs are of no use to a search.
     """
     ran = [each for each in candidates if each.measurement is not None and each.can_run]
     placed = [each for each in ran if not each.is_unplaced]
     several = [each for each in placed if not each.is_single]
     fastest = min(several, key=lambda each: each.ranking_s(contended=False), default=None)
-    for each in (choose(placed), fastest) if placed else ():
-        if each and abs(each.predicted_s / each.ranking_s(contended=False) - 1) > OFF:
+    for each in (choose(ran if is_last else placed), fastest) if placed else ():
+        if each and abs(each.predicted_s / each.ranking_s(contended=False) - 1) > off:
             return each
     return None
 

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from envs.costs.cache import Conditions, CostCache, Session
 from envs.costs.factor_cache import FactorCache, step_id
-from envs.costs.factors import LARGEST, LARGEST_UNPLACED, factors_of_ops, fitted_source
+from envs.costs.factors import (
+    LARGEST,
+    LARGEST_UNPLACED,
+    factors_of_ops,
+    fitted_source,
+    scaled_loaded_s,
+)
 from envs.hardware.cache_folder import host, processor
 from envs.hardware.cluster import Device
 from envs.hardware.discover import device_kind
@@ -155,10 +161,13 @@ class MeasuredCosts:
 
     def _fitted(self, costs: OpCosts, factors: Mapping[str, float]) -> OpCosts:
         of_ops = factors_of_ops(self.classes, factors)
+        cost_s, loaded_s = costs.cost_s * of_ops, costs.loaded_s
         return OpCosts(
-            cost_s=costs.cost_s * of_ops,
+            cost_s=cost_s,
             sources=[fitted_source(source) for source in costs.sources],
-            loaded_s=None if costs.loaded_s is None else costs.loaded_s * of_ops,
+            loaded_s=None
+            if loaded_s is None
+            else scaled_loaded_s(loaded_s * of_ops, cost_s, factors),
         )
 
     @property

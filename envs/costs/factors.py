@@ -4,7 +4,9 @@ Ops are timed in a run of the whole step on one device. Beside other ops, on oth
 another order, those of one class (convolutions, copies, ...) tend to be off by the same factor. A
 handful of measured placements tells such factors apart only roughly, so their logarithms have a
 normal prior around 0 (D. J. C. MacKay, "Bayesian interpolation", Neural Computation 4 (3), 1992):
-one deviation that all classes of a device kind share, and a smaller one of each class.
+one deviation that all classes of a device kind share, and a smaller one of each class. Costs
+while other devices compute have one more factor, since a placement on several devices also waits
+where their ops take longer than usual.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ PATTERNS: Final = {
 }
 """Classes by the words in names of ops; the first that matches counts. All others are ``OTHER``."""
 CLASSES: Final = (*PATTERNS, OTHER)
+LOAD: Final = "load"
+"""The further factor of costs while other devices of the machine compute, of all classes."""
 COMMON_DEVIATION: Final = 0.3
 OWN_DEVIATION: Final = 0.1
 NOISE: Final = 0.02
@@ -83,6 +87,16 @@ def fit(
     steps = shares @ prior @ shares.T + NOISE**2 * np.eye(len(error))
     best = prior @ shares.T @ np.linalg.solve(steps, error + shares @ log_factors)
     return np.asarray(np.clip(best, -math.log(LARGEST), math.log(LARGEST)), np.float64)
+
+
+def scaled_loaded_s(
+    loaded_s: NDArray[np.float64], cost_s: NDArray[np.float64], factors: Mapping[str, float]
+) -> NDArray[np.float64]:
+    """Return costs under load, times the factor of the load; none is below the cost alone.
+
+    Both (N,) are already scaled by the factors of classes; nan where they are unknown.
+    """
+    return np.maximum(loaded_s * factors.get(LOAD, 1.0), cost_s)
 
 
 def unplaced_factors(predicted_s: float, measured_s: float) -> dict[str, float]:

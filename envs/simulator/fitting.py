@@ -9,10 +9,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.costs.factors import CLASSES, class_of, factors_of_ops, fit
+from envs.costs.factors import (
+    CLASSES,
+    LOAD,
+    class_of,
+    factors_of_ops,
+    fit,
+    scaled_loaded_s,
+)
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
+from envs.simulator.schedule import Schedule
 from envs.simulator.simulated import Simulator
 from graphs.coarsen.groups import Coarsened
 from graphs.graph import GraphArrays, frozen
@@ -27,12 +35,16 @@ def fitted_factors(
 ) -> dict[str, dict[str, float]]:
     """Return the factors of a problem's costs that explain the measured steps of placements best.
 
-    The factor of a class acts on the time that its ops take on the critical path of each step.
-    Kinds of devices on no such path get none.
+    The factor of a class acts on the time that its ops take on the critical path of each step, that
+    of the load on what part of it other devices compute. Kinds of devices on no such path get none.
     """
     kinds = sorted({device.kind for device in problem.cluster.devices})
     classes = [(kind, name) for kind in kinds for name in CLASSES]
+    if problem.load is not None:
+        classes += [(kind, LOAD) for kind in kinds]
+    independent = [f"{kind}, {name}" if name == LOAD else kind for kind, name in classes]
     columns = _columns(problem, classes)
+    kind_of = np.array([kinds.index(device.kind) for device in problem.cluster.devices])
     launch_ns = np.array([device.launch_s * 1e9 for device in problem.cluster.devices])
     if problem.hosts is not None:
         launch_ns = np.where(problem.hosts.synchronous, launch_ns, 0.0)
@@ -51,6 +63,10 @@ def fitted_factors(
             on_path_ns = (schedule.end_ns - schedule.start_ns)[chain] - launch_ns[where]
             path = columns[chain, where]
             of_class = np.bincount(path, np.maximum(on_path_ns, 0.0), len(classes))
+            if current.load is not None:
+                under_load_ns = _under_load_ns(current, schedule)[chain]
+                of_kind = len(kinds) * len(CLASSES) + kind_of[where]
+                of_class += np.bincount(of_kind, under_load_ns, len(classes))
             whole_ns = schedule.step_ns + problem.graph.hand_over_s * 1e9
             shares.append(of_class / whole_ns)
             error.append(np.log(step_s * 1e9 / whole_ns))
@@ -58,7 +74,7 @@ def fitted_factors(
             return {}
         used |= np.any(shares, axis=0)
         before = log_factors
-        log_factors = fit(np.array(shares), np.array(error), [kind for kind, _ in classes], before)
+        log_factors = fit(np.array(shares), np.array(error), independent, before)
         if np.abs(log_factors - before).max() < SETTLED:
             break
     used_kinds = {kind for (kind, _), is_used in zip(classes, used, strict=True) if is_used}
@@ -69,34 +85,65 @@ def fitted_factors(
     }
 
 
+def load_shares(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
+    """Return the share of the other devices of its machine that compute when an op starts, (N,)."""
+    load, start_ns = problem.load, schedule.start_ns
+    shares = np.zeros(problem.op_count)
+    if load is None:
+        return shares
+    machine = load.machine[schedule.devices]
+    for d, own_machine in enumerate(load.machine.tolist()):
+        own = np.flatnonzero(schedule.devices == d)
+        own = own[np.argsort(start_ns[own], kind="stable")]
+        if own_machine < 0 or not len(own):
+            continue
+        last = np.searchsorted(start_ns[own], start_ns, "right") - 1
+        runs = (last >= 0) & (schedule.end_ns[own[np.maximum(last, 0)]] > start_ns)
+        others = (machine == own_machine) & (schedule.devices != d)
+        shares += (runs & others) / (np.count_nonzero(load.machine == own_machine) - 1)
+    return shares
+
+
 def scaled_problem(problem: Problem, factors: Mapping[str, Mapping[str, float]]) -> Problem:
     """Return the problem with costs multiplied by the factors of kinds and classes of ops."""
-    classes = [class_of(op) for op in problem.graph.ops]
-    of_ops = {kind: factors_of_ops(classes, of_kind) for kind, of_kind in factors.items()}
-    return Problem.of(_scaled(problem.graph, of_ops), problem.cluster)
+    graph = problem.graph
+    classes = [class_of(op) for op in graph.ops]
+    cost_s, loaded_s = dict(graph.cost_s), dict(graph.loaded_cost_s)
+    for kind, of_kind in factors.items():
+        of_ops = factors_of_ops(classes, of_kind)
+        cost_s[kind] = frozen(graph.costs_for(kind) * of_ops)
+        if graph.loaded_cost_s:
+            scaled_s = graph.loaded_costs_for(kind) * of_ops
+            loaded_s[kind] = frozen(scaled_loaded_s(scaled_s, cost_s[kind], of_kind))
+    return Problem.of(replace(graph, cost_s=cost_s, loaded_cost_s=loaded_s), problem.cluster)
 
 
 def grouped_problem(groups: Coarsened, problem: Problem) -> Problem:
     """Return the problem of placing groups of ops, with a problem's costs for these ops."""
     coarse, ops = GraphArrays.from_graph(groups.graph), problem.graph
-    ratios = {}
-    for kind in {device.kind for device in problem.cluster.devices}:
-        sums = np.bincount(groups.group_of, ops.costs_for(kind), len(coarse))
-        known = coarse.costs_for(kind)
+
+    def summed(known: NDArray[np.float64], own: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = np.bincount(groups.group_of, own, len(coarse))
         changed = (known > 0) & ~np.isclose(sums, known, rtol=1e-9, atol=0.0)
-        ratios[kind] = np.divide(sums, known, out=np.ones(len(coarse)), where=changed)
-    return Problem.of(_scaled(coarse, ratios), problem.cluster)
+        return frozen(np.where(changed, sums, known))
+
+    cost_s, loaded_s = dict(coarse.cost_s), dict(coarse.loaded_cost_s)
+    for kind in {device.kind for device in problem.cluster.devices}:
+        alone_s = ops.costs_for(kind)
+        cost_s[kind] = summed(coarse.costs_for(kind), alone_s)
+        if coarse.loaded_cost_s:
+            beside_s = ops.loaded_costs_for(kind)
+            beside_s = np.where(np.isnan(beside_s), alone_s, beside_s)
+            loaded_s[kind] = summed(coarse.loaded_costs_for(kind), beside_s)
+    return Problem.of(replace(coarse, cost_s=cost_s, loaded_cost_s=loaded_s), problem.cluster)
 
 
-def _scaled(graph: GraphArrays, factors: Mapping[str, NDArray[np.float64]]) -> GraphArrays:
-    """Return a graph with the costs on some kinds multiplied by the factors of its ops."""
-    scaled = {kind: frozen(graph.costs_for(kind) * factors[kind]) for kind in factors}
-    loaded = {kind: frozen(graph.loaded_costs_for(kind) * factors[kind]) for kind in factors}
-    return replace(
-        graph,
-        cost_s={**graph.cost_s, **scaled},
-        loaded_cost_s={**graph.loaded_cost_s, **loaded} if graph.loaded_cost_s else {},
-    )
+def _under_load_ns(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
+    """Return the time of every op, (N,), that grows with the factor of the load."""
+    assert problem.load is not None, "the problem has loaded costs"
+    ops, where = np.arange(problem.op_count), schedule.devices
+    loaded_ns = problem.cost_ns[ops, where] + problem.load.extra_ns[ops, where]
+    return load_shares(problem, schedule) * loaded_ns
 
 
 def _columns(problem: Problem, classes: list[tuple[str, str]]) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from envs.costs.factors import unplaced_factors
 from envs.problem import Problem
 from envs.simulator.fitting import fitted_factors
-from placer.choose import mispredicted, runs_contended
+from placer.choose import INEXACT, OFF, mispredicted, runs_contended
 from placer.search.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -35,9 +35,16 @@ class Calibration:
 
 
 def calibration_of(
-    candidates: Sequence[Candidate], problem: Problem, unplaced: Problem | None
+    candidates: Sequence[Candidate],
+    problem: Problem,
+    unplaced: Problem | None,
+    *,
+    is_last: bool = False,
 ) -> Calibration | None:
-    """Fit op costs to the last runs of candidates; return None where the runs cannot tell."""
+    """Fit op costs to the runs of candidates; return None where the runs cannot tell.
+
+    After the last runs predictions count as wrong when they are a little off.
+    """
     ran = [each for each in candidates if each.measurement and each.can_run and not each.eliminated]
     placed = [each for each in ran if not each.is_unplaced]
     if not placed or runs_contended(ran):
@@ -53,5 +60,7 @@ def calibration_of(
         found = unplaced_factors(whole.predicted_s, whole.ranking_s(contended=False))
         of_unplaced = {unplaced.cluster.devices[0].kind: found}
     return Calibration(
-        factors=factors, unplaced_factors=of_unplaced, mispredicted=mispredicted(ran)
+        factors=factors,
+        unplaced_factors=of_unplaced,
+        mispredicted=mispredicted(ran, INEXACT if is_last else OFF, is_last=is_last),
     )

@@ -147,7 +147,7 @@ class _Optimization:
         elif not self.search.interrupt.requested:
             self._calibrate(runs)
         self.candidates = runs.final(self.problem, self.candidates)
-        if fit := calibration_of(self.candidates, self.problem, self.unplaced):
+        if fit := calibration_of(self.candidates, self.problem, self.unplaced, is_last=True):
             self._use(fit)
 
     def _use_less_memory(self, runs: CandidateRuns) -> None:

@@ -6,12 +6,17 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from envs.costs.factors import CLASSES, class_of
+from envs.costs.factors import CLASSES, LOAD, class_of
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator import Simulated
-from envs.simulator.fitting import fitted_factors, grouped_problem, scaled_problem
+from envs.simulator import Simulated, Simulator
+from envs.simulator.fitting import (
+    fitted_factors,
+    grouped_problem,
+    load_shares,
+    scaled_problem,
+)
 from graphs.coarsen.groups import coarsen
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from tests.helpers.clusters import toy_pair
@@ -88,6 +93,49 @@ def test_costs_beside_busy_devices_are_fitted_alike() -> None:
     )
     others = placements_of(problem, 110)[100:]
     assert measured_s(fitted, others) == pytest.approx(measured_s(machine, others), rel=0.02)
+
+
+def loaded_problem(cluster: Cluster, seed: int = 0) -> Problem:
+    graph = graph_of_all_classes(seed)
+    for _, node in graph.nodes(data=True):
+        node["loaded_cost_s"] = {"*": 1.1 * node["cost_s"]["*"]}
+    return Problem.of(GraphArrays.from_graph(graph), cluster)
+
+
+def test_the_factor_of_the_load_tells_one_device_from_several() -> None:
+    problem = loaded_problem(toy_pair("a", "b"))
+    true = {**dict.fromkeys(CLASSES, 0.95), LOAD: 1.2}
+    machine = scaled_problem(problem, {"x": true})
+    zeros = np.zeros(problem.op_count)
+    alone = Placement.of(problem.graph, problem.cluster, zeros.astype(np.int32), zeros)
+    placements = [alone, *placements_of(problem, 4)]
+    factors = fitted_factors(problem, placements, measured_s(machine, placements))
+    assert factors["x"][LOAD] == pytest.approx(1.2, rel=0.03)
+    fitted = scaled_problem(problem, factors)
+    assert measured_s(fitted, placements) == pytest.approx(
+        measured_s(machine, placements), rel=0.02
+    )
+    no_less = scaled_problem(problem, {"x": {LOAD: 0.5}})
+    assert no_less.load is not None
+    assert not no_less.load.extra_ns.any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shares_of_busy_devices_are_those_that_the_simulator_charges(seed: int) -> None:
+    names = ("n0:a", "n0:b", "n0:c", "n1:a", "n1:b")
+    problem = loaded_problem(toy_pair(*names), seed)
+    assert problem.load is not None
+    seen: set[float] = set()
+    for placement in placements_of(problem, 8):
+        schedule = Simulator(problem).run(*placement.arrays())
+        ops, where = np.arange(problem.op_count), schedule.devices
+        shares = load_shares(problem, schedule)
+        extra_ns = problem.load.extra_ns[ops, where] * shares
+        took_ns = schedule.end_ns - schedule.start_ns
+        np.testing.assert_allclose(took_ns, problem.cost_ns[ops, where] + extra_ns, atol=1)
+        assert set(np.round(shares[where >= 3], 9)) <= {0.0, 1.0}
+        seen |= set(np.round(shares[where < 3], 9))
+    assert seen == {0.0, 0.5, 1.0}
 
 
 def test_launches_keep_their_time_and_a_kind_without_ops_gets_no_factor() -> None:
