@@ -34,6 +34,9 @@ BACKEND: Final = "gloo"
 SIZES: Final = (64 << 10, 1 << 20, 16 << 20)
 REPEATS: Final = 9
 WARM_UP: Final = 2
+READINGS: Final = 3
+PAUSE_S: Final = 0.5
+"""Number of readings of the noise of cores, and the time between them."""
 
 
 def rank_counts(most: int) -> list[int]:
@@ -82,8 +85,13 @@ def measure(
 
 
 def contended(cores: Sequence[int]) -> bool:
-    """Return whether other processes use any of these cores now."""
-    return any(noise_of(core).contention > CONTENDED for core in cores)
+    """Return whether other processes use any of these cores, for longer than ranks take to end."""
+    for reading in range(READINGS):
+        if reading:
+            time.sleep(PAUSE_S)
+        if all(noise_of(core).contention <= CONTENDED for core in cores):
+            return False
+    return True
 
 
 def _handler() -> Callable[[tuple[int, int]], list[float]]:

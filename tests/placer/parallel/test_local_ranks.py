@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from envs.collectives import MeasuredAllReduce
 from envs.hardware.discover import physical_cores
+from envs.hardware.noise import Noise
 from placer.parallel import collectives
 from placer.parallel.collectives import core_collectives, measure, rank_counts
 from placer.parallel.local_ranks import LocalRanks, RankError
@@ -137,6 +138,23 @@ def test_all_reduces_are_timed_for_every_size_and_number_of_ranks() -> None:
     assert [each[:2] for each in measured.times] == [(2, 4), (2, 4096), (3, 4), (3, 4096)]
     assert all(0 < seconds < 100 for *_, seconds in measured.times)
     assert measured.backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("readings", "busy"), [([1.0], False), ([4.2, 1.1], False), ([4.2, 1.6, 1.2], True)]
+)
+def test_cores_are_busy_when_they_stay_so(
+    readings: list[float], busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = iter(readings)
+
+    def noise_of(core: int) -> Noise:
+        return Noise(core=core, median_s=1e-3, spread=0.0, contention=next(noise))
+
+    monkeypatch.setattr(collectives, "noise_of", noise_of)
+    monkeypatch.setattr(collectives, "PAUSE_S", 0.0)
+    assert collectives.contended(CORE) is busy
+    assert not list(noise)
 
 
 @pytest.mark.parametrize("busy", [False, True])
