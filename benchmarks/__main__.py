@@ -27,6 +27,7 @@ from benchmarks import (
     startup,
     steps,
 )
+from benchmarks.coverage import campaign as coverage
 from benchmarks.machine import hosts, memory, overhead, sets
 from benchmarks.record import Effort, Part, Record
 from benchmarks.replicas import plans, scaling, slow_network, sync_methods, sync_quality
@@ -52,6 +53,7 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "memory": memory,
     "overhead": overhead,
     "extraction": extraction,
+    "coverage": coverage,
     "startup": startup,
     "replica_plans": plans,
     "scaling": scaling,
