@@ -159,6 +159,11 @@ class Workload:
         return self.inputs[:-1] if self.loss is not None else self.inputs
 
     @property
+    def without_loss(self) -> Workload:
+        """The same forward pass, of the model alone."""
+        return replace(self, inputs=self.model_inputs, loss=None)
+
+    @property
     def step_inputs(self) -> tuple[Any, ...]:
         """The positional inputs of the step: those of the model, in training also the target."""
         return self.inputs if self.training else self.model_inputs

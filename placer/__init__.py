@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from placer.evaluation import Evaluation, measured
     from placer.exports.renaming import ExportError
     from placer.job import Constraints, SearchConfig
+    from placer.pipeline.device_maps import device_map
     from placer.policies import load as load_policy
     from placer.replicate.result import ReplicatedResult
     from placer.result import Result
@@ -70,6 +71,7 @@ _HOMES = {  # name: module, or module:name there
     "WorkerError": "envs.executors.cores.errors",
     "Workload": "graphs.workload",
     "apply": "placer.applying",
+    "device_map": "placer.pipeline.device_maps",
     "evaluate": "placer.api",
     "export": "placer.applying",
     "extract": "placer.api",
@@ -105,6 +107,7 @@ __all__ = [
     "Workload",
     "__version__",
     "apply",
+    "device_map",
     "evaluate",
     "export",
     "extract",

@@ -23,13 +23,13 @@ from graphs.extract.dispatch import record
 from graphs.extract.eager import check_gradients, check_runs
 from graphs.extract.errors import first_line, sentences, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
-from graphs.extract.export.trace import trace
+from graphs.extract.export.trace import trace, trace_forward
 from graphs.extract.model_state import on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
 from graphs.extract.updates import with_optimizer
-from graphs.workload import ExtractionError, StepError, Workload
+from graphs.workload import WRAPPED, ExtractionError, StepError, Workload
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 IN_OWN_CODE: Final = (
@@ -151,6 +151,18 @@ def extract(step: Workload, extractor: str = "auto") -> Extraction:
     check_step(step)
     with on_host(step) as here:
         return replace(_by_first(names, here), step=step)
+
+
+def forward_alone(step: Workload) -> ForwardProgram:
+    """Return the exported forward pass of a step's model, without its loss.
+
+    A step that had to be recorded because of its loss has one; otherwise an ExtractionError says
+    what in the model prevents it.
+    """
+    with on_host(step) as here:
+        return forward_program(
+            trace_forward(here), here.named_state(), prefix=WRAPPED, mutated=(), counted=()
+        )
 
 
 def check_step(step: Workload) -> None:

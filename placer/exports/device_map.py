@@ -14,7 +14,7 @@ from typing import Final
 import networkx as nx
 from torch import nn
 
-from placer.exports.dry_run import HOST, INPUTS, Conflict, Flow, flow, main_device_of
+from placer.exports.dry_run import HOST, INPUTS, Conflict, Flow, by_recorded, flow, main_device_of
 from placer.exports.format import FormatOutput, is_faster
 from placer.exports.placed_modules import (
     PlacedModules,
@@ -23,6 +23,7 @@ from placer.exports.placed_modules import (
     is_inside,
     layer_of,
     stacks,
+    whole_modules,
 )
 from placer.exports.renaming import ExportError, check_of_torch
 
@@ -97,7 +98,7 @@ class MapUnits:
         self._stacks = stacks(placed.model)
         self._gates = placed.gates()
         self._links: list[tuple[str, ...]] = []
-        self._whole: set[str] = set()
+        self._whole = set(whole_modules(placed.model)).intersection(self.units)
         self._chosen: dict[str, str] = {}
 
     def join_conflicts(self) -> None:
@@ -164,7 +165,10 @@ class MapUnits:
         merged = _merged(self.placed.model, devices)
         used = set(merged.values())
         fed = self.main_device if len(used) > 1 else next(iter(used))
-        return flow(self.placed.extraction.forward, self.placed.step, merged, fed)
+        run = flow(self.placed.forward, self.placed.forward_step, merged, fed)
+        if not self.placed.is_recorded:
+            return run
+        return by_recorded(run, {op.call: op.module for op in self.placed.ops}, fed)
 
     def _joined(self) -> list[list[str]]:
         groups = [
@@ -196,7 +200,7 @@ class MapUnits:
         devices = self.devices()
         if len(set(devices.values())) == 1:
             return None
-        program, step = self.placed.extraction.forward, self.placed.step
+        program, step = self.placed.forward, self.placed.forward_step
         return flow(program, step, devices, self.main_device, self._gates).conflict
 
     def _resolve(self, conflict: Conflict) -> None:

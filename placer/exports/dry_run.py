@@ -6,7 +6,7 @@ everything else runs where its inputs are, and fails if these are on several dev
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -146,18 +146,47 @@ def flow(
     return Flow(devices, frozenset(of_loss), conflict)
 
 
+def by_recorded(run: Flow, module_of: Mapping[str, str], main_device: str) -> Flow:
+    """Return the dry run of an exported forward pass for the ops of a recording of the same step.
+
+    ``module_of`` is {recorded op: its module}. An op is on the device of the call with its key, or
+    else of most calls in the same call of its module, in its module, or in the modules around it.
+    Ops outside of all modules without a call of their own are taken for those of the loss.
+    """
+    found: dict[str, Counter[str]] = {}
+    for call, device in run.devices.items():
+        called = call.rpartition(":")[0]
+        for name in {called, called.partition("@")[0]}:
+            found.setdefault(name, Counter())[device] += 1
+    devices: dict[str, str] = {}
+    of_loss: set[str] = set()
+    for op, module in module_of.items():
+        around_it = [op.rpartition(":")[0], module]
+        while around_it[-1]:
+            around_it.append(parent(around_it[-1]))
+        known = next((found[name] for name in around_it if name in found and name), None)
+        if op in run.devices:
+            devices[op] = run.devices[op]
+        elif known is not None:
+            devices[op] = known.most_common(1)[0][0]
+        else:
+            devices[op] = main_device
+            of_loss.add(op)
+    return Flow(devices, frozenset(of_loss), run.conflict)
+
+
 def _sources(
     program: ForwardProgram, step: Workload, hooks: Hooks, main_device: str
 ) -> tuple[dict[int, _Value], set[int]]:
     """Return the inputs, parameters and buffers by index, and the indices of the loss's targets."""
     values: dict[int, _Value] = {}
     targets: set[int] = set()
-    with_target = step.training and step.loss is not None
-    input_count = len(tree_leaves(step.model_inputs)) if with_target else sys.maxsize
+    # In the order of leaves the target comes between arguments and keywords.
+    own, given = len(tree_leaves(step.model_inputs)), len(tree_leaves(step.step_inputs))
     for source in program.sources:
         if source.role == "input":
             values[source.value] = _Value(main_device)
-            if int(source.name) >= input_count:
+            if own <= int(source.name) < given:
                 targets.add(source.value)
         elif (
             source.role in ("parameter", "buffer")

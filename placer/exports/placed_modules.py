@@ -15,7 +15,8 @@ from envs.backend import StepResult
 from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload
-from graphs.extract.extraction import ties_of
+from graphs.extract.export.forward import ForwardProgram
+from graphs.extract.extraction import forward_alone, ties_of
 from graphs.extract.placeable import call_graph
 from graphs.graph import PHASES, GraphArrays
 from placer.exports.renaming import check_of_torch, check_renamed
@@ -45,6 +46,7 @@ class PlacedModules:
     ``placed_on`` are all devices of the placement, before they were renamed. ``main_device`` is the
     device of the model's inputs, None if the format decides.
     ``predict_step`` predicts the step if calls run on {call: device}, None if costs are unknown.
+    ``known_forward`` is the exported forward pass of a recorded step, if it was exported before.
     """
 
     extraction: Extraction
@@ -53,6 +55,7 @@ class PlacedModules:
     main_device: str | None = None
     placed_on: tuple[str, ...] = ()
     predict_step: PredictStep | None = None
+    known_forward: ForwardProgram | None = None
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class PlacedModules:
         renamed: Mapping[str, str] | None = None,
         main_device: str | None = None,
         predict_step: PredictStep | None = None,
+        known_forward: ForwardProgram | None = None,
     ) -> PlacedModules:
         """Return a placement of ops (devices ``core:N``) or of calls by the model's modules."""
         names = dict(renamed or {})
@@ -95,6 +99,7 @@ class PlacedModules:
             main_device=main_device,
             placed_on=placement.device_names,
             predict_step=predict_step,
+            known_forward=known_forward,
         )
 
     @property
@@ -106,6 +111,23 @@ class PlacedModules:
     def model(self) -> nn.Module:
         """Return the placed model."""
         return self.step.model
+
+    @cached_property
+    def is_recorded(self) -> bool:
+        """Return whether the ops are those of a recording; their calls are not exported ones."""
+        return self.extraction.extractor == "dispatch"
+
+    @cached_property
+    def forward(self) -> ForwardProgram:
+        """Return the exported forward pass, of a recorded step that of the model alone."""
+        if not self.is_recorded:
+            return self.extraction.forward
+        return self.known_forward or forward_alone(self.step)
+
+    @cached_property
+    def forward_step(self) -> Workload:
+        """Return the step whose forward pass was exported: that of a recording has no loss."""
+        return self.step.without_loss if self.is_recorded else self.step
 
     def check_torch_devices(self) -> None:
         """Check that torch has the devices of all forward ops."""
@@ -174,10 +196,14 @@ class PlacedModules:
     def map_units(self) -> list[str]:
         """Return the units of a device map: the model itself is always divided.
 
-        Its own parameters and buffers, :meth:`own_tensors`, are units, too.
+        Its own parameters and buffers, :meth:`own_tensors`, are units, too. What its library does
+        not divide stays whole, see :func:`whole_modules`.
         """
+        whole = whole_modules(self.model)
         children = [
-            unit for name, child in self.model.named_children() for unit in _units(child, name)
+            unit
+            for name, child in self.model.named_children()
+            for unit in _units(child, name, whole)
         ]
         return self.in_order([*self.own_tensors(), *children]) if children else self.units()
 
@@ -211,7 +237,7 @@ class PlacedModules:
         path_of = canonical_paths(self.model)
         modules = dict(self.model.named_modules())
         calls: dict[str, set[str]] = {}
-        for call in self.extraction.forward.calls:
+        for call in self.forward.calls:
             module = path_of.get(call.module, call.module)
             calls.setdefault(module, set()).add(call.key.partition(":")[0])
         return frozenset(
@@ -255,6 +281,19 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
 def is_inside(module: str, outer: str) -> bool:
     """Return whether a module is another one or inside it."""
     return not outer or module == outer or module.startswith(outer + ".")
+
+
+def whole_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the outermost modules that transformers and accelerate never divide.
+
+    Models of transformers name the classes of these modules in ``_no_split_modules``.
+    """
+    classes = frozenset(getattr(model, "_no_split_modules", None) or ())
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if path and type(module).__name__ in classes and around(path, found) is None:
+            found.append(path)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +364,9 @@ def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
     return of_ops if len(ops.intersection(of_ops.ids)) > len(ops & {*of_calls.ids}) else of_calls
 
 
-def _units(module: nn.Module, path: str) -> Iterator[str]:
-    if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+def _units(module: nn.Module, path: str, whole: Container[str] = ()) -> Iterator[str]:
+    if path in whole or [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         yield path
         return
     for name, child in module.named_children():
-        yield from _units(child, f"{path}.{name}" if path else name)
+        yield from _units(child, f"{path}.{name}" if path else name, whole)

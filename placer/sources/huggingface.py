@@ -15,9 +15,10 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -151,6 +152,24 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Workload:
             return _step(model, request, training=training)
 
 
+def made_up(model: nn.Module, *, training: bool) -> Workload:
+    """Return the step of a given model of transformers on random inputs, always the same ones."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "main_input_name"):
+        raise TargetError(
+            f"{type(model).__name__} is no model of transformers, whose inputs could be made up: "
+            "give example inputs"
+        )
+    longest = _longest(config) or SEQUENCE
+    request = Request(str(config.model_type), sequence=min(SEQUENCE, longest))
+    with torch.random.fork_rng(devices=[]), _refusing(request):
+        torch.manual_seed(SEED)
+        step = _step(model, request, training=training)
+    if "use_cache" in signature(model.forward).parameters:
+        return replace(step, keywords={**step.keywords, "use_cache": False})
+    return step
+
+
 def _step(model: Any, request: Request, *, training: bool) -> Workload:
     """Return the step of a model of transformers on random inputs, chosen by its main input."""
     config, batch = model.config, request.batch
@@ -205,17 +224,22 @@ def _config(transformers: Any, request: Request) -> Any:
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
-    limits = (
-        getattr(config, "max_position_embeddings", None),
-        getattr(config, "max_target_positions", None),
-    )
-    longest = next(filter(None, limits), None)
+    longest = _longest(config)
     if longest is not None and request.sequence > longest:
         raise TargetError(
             f"{request} takes {longest} tokens at most, not {request.sequence}; ask "
             f"for {request}?sequence={longest}"
         )
     return config
+
+
+def _longest(config: Any) -> int | None:
+    """Return the most tokens that a model takes, None if there is no limit."""
+    limits = (
+        getattr(config, "max_position_embeddings", None),
+        getattr(config, "max_target_positions", None),
+    )
+    return next(filter(None, limits), None)
 
 
 def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Mapping[str, Any]]:

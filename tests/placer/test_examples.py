@@ -75,6 +75,15 @@ def test_what_is_offloaded_fits_and_is_exported(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in device_map} == {str(n) for n in range(12)}
 
 
+def test_a_map_by_time_is_no_slower_than_those_by_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    text = printed("device_map.py", tmp_path)
+    [own_ms] = numbers(r"this map: ([\d.]+) ms", text)
+    assert own_ms <= min(numbers(r"(?:accelerate.*|single.*): ([\d.]+) ms", text))
+    assert all(name in text for name in ("accelerate: ", "accelerate, balanced: ", "single cuda:2"))
+
+
 @two_cores
 def test_replicas_are_planned_and_two_of_them_learn(tmp_path: Path) -> None:
     text = printed("data_parallel.py", tmp_path)

@@ -116,16 +116,8 @@ def _mixed_inference(step: Workload) -> Traced:
 def _described(wrapper: nn.Module, step: Workload) -> Traced:
     """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
     parts = Parts(step)
-    with (
-        autocast(step.dtype),
-        parts.taken_apart(wrapper),
-        custom_backward_refused(step, functions=True, saving=True),
-        written_when_assigned(wrapper, unwrapped),
-    ):
-        program = torch.export.export(wrapper, *parts.arguments, strict=False)
-    module = program.module(check_guards=False)
-    assert isinstance(module, fx.GraphModule)
-    tag_calls(module, WRAPPED)
+    with custom_backward_refused(step, functions=True, saving=True):
+        program, module = _exported(wrapper, step, parts)
     joint = _aot_graph(module, step, parts)
     leaves = tree_flatten(parts.arguments)[0]
     sources: dict[fx.Node, Source] = {}
@@ -159,6 +151,29 @@ def _described(wrapper: nn.Module, step: Workload) -> Traced:
         outputs=parts.whole(tree_unflatten(returned, program.call_spec.out_spec)),
         exported=module,
     )
+
+
+def trace_forward(step: Workload) -> fx.GraphModule:
+    """Export the forward pass of a step's model alone, in the mode of the step."""
+    with tracing(step, "exported"), without_meta(step.without_loss) as traceable:
+        alone = with_distinct_inputs(traceable)
+        return _exported(ModelAlone(alone), alone, Parts(alone))[1]
+
+
+def _exported(
+    wrapper: nn.Module, step: Workload, parts: Parts
+) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
+    """Export a wrapper of a step's model; return the program, and its module with tagged calls."""
+    with (
+        autocast(step.dtype),
+        parts.taken_apart(wrapper),
+        written_when_assigned(wrapper, unwrapped),
+    ):
+        program = torch.export.export(wrapper, *parts.arguments, strict=False)
+    module = program.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    tag_calls(module, WRAPPED)
+    return program, module
 
 
 INPUTS: Final[dict[str, Role]] = {

@@ -258,6 +258,20 @@ def test_of_two_branches_only_the_modules_whose_outputs_meet_share_a_device(
     assert (exported.moved_op_count == 0) == (name == "branches_as_modules")
 
 
+def test_what_a_library_does_not_divide_stays_whole() -> None:
+    model: Any = Meeting()
+    model._no_split_modules = ["Sequential"]  # as models of transformers have it
+    extraction = extract(replace(meeting(), model=model))
+    graph = call_graph(extraction).graph
+    devices = [int(attributes_of(graph, node)["module"] == "right.0") for node in graph]
+    placement = placement_of(graph, GPUS, devices)
+    found = device_map(PlacedModules.of(extraction, placement))
+    assert found.content == {"": 0}, "left and right meet"
+    del model._no_split_modules
+    found = device_map(PlacedModules.of(extraction, placement))
+    assert found.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
+
+
 @pytest.mark.parametrize(
     ("name", "on_second", "expected"),
     [

@@ -178,6 +178,17 @@ def test_a_loss_is_computed_where_the_output_is_returned_but_is_no_part_of_the_m
     assert predictor.step({"second:linear": "cuda:0"}).step_s == predictor.placed_step.step_s
 
 
+def test_keywords_beside_a_loss_are_inputs_of_the_model() -> None:
+    model = Plain(
+        lambda m, *, x: m.second(m.first(x)), first=nn.Linear(4, 4), second=nn.Linear(4, 4)
+    )
+    step = Workload.of(model, {"x": torch.ones(2, 4)}, squared, target=torch.ones(2, 4))
+    extraction = extract(step)
+    found = flow(extraction.forward, step, {"first": "cuda:0", "second": "cuda:1"}, "cuda:0")
+    assert found.devices["second:linear"] == "cuda:1"
+    assert not {"first:linear", "second:linear"} & found.of_loss
+
+
 def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> None:
     extraction = chain()
     on_gpus = placement_of(call_graph(extraction).graph, NAMES, [0, 0, 0, 1])
