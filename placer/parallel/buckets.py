@@ -41,6 +41,9 @@ class Bucket:
     def begin(self) -> None:
         """Expect the gradients of a new step."""
         self._buffer = self.flat
+        # A thread of gloo that drops the last reference to a work acquires the GIL, which aborts
+        # the process while the interpreter ends: this reference outlives the thread's.
+        self._finished = self.pending if self.flat.device.type == "cpu" else None
         self.pending = None
         self._arrived = [0] * len(self.names)
         self._missing = len(self.names) * self.accumulate
