@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu --out gpu.json
 
-First the calibration. Then for each model: the sum of the profiled costs against the step time, and
-overlapped copies against in-line copies on the same placements. Then for each model: the placed
-module on one device against the model itself, the time to place it again, and predicted against
-measured step times of random placements and of search results. Last, benchmarks/gpu/offload.py. On
-an H200 a profile took up to 24 s, the second part 22 s and offload 24 to 67 s for each model, 380 s
-together; the rest of the limit is for the pairs with overlap, 10 s for each model.
+First the calibration. Then for each model, without a limit of memory: predicted and measured steps
+of everything on one device, of random placements and of search results, with the costs and
+placements that simulate them again (``python -m benchmarks hosts``), and the placed module on one
+device against the model itself. Then benchmarks/gpu/offload.py, limit by limit, and at last copies
+that overlap with compute against copies in line. What the time limit does not leave room for is
+skipped.
 """
 
 from __future__ import annotations
@@ -42,15 +42,13 @@ from placer.search.compilation import load_compiled_code
 
 PAIRS = 15
 PAIRS_S = 5.0
-REBUILDS = 7
 RANDOM_SHARES = (0.5, 0.9, 0.97)
 """Shares of the co-location groups that random placements put on the accelerator."""
+INFERENCE = "mixture of experts", "language model"
 OVERLAP_SHARES = (0.5, 0.9)
 OVERLAP_S = 2.0
 """Seconds of step pairs (copies in line, copies overlapped) for each placement."""
 HALF = 0.5
-OFFLOAD_SHARE = 0.45
-"""Share of the time limit that is reserved for the last benchmark."""
 
 
 def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
@@ -82,17 +80,30 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
         }
 
 
-def profile(bench: Workbench, found: dict[str, Any]) -> None:
-    """Measure the whole step on each device and compare it with the sum of the profile."""
+def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
+    """Measure placements of the whole step; the accelerator alone tells the memory it takes."""
     problem = bench.problem()
-    found.update(ops=problem.op_count, **bench.seconds)
-    found["rows"] = rows = bench.measured(
-        problem, [everything_on(problem, d) for d in range(problem.device_count)]
+    state = bench.extraction.step.named_state().values()
+    found.update(
+        ops=problem.op_count,
+        graph=problem.graph.hash,
+        joint_ops=bench.extraction.program.op_count,
+        state_bytes=sum(t.nbytes for t in {id(t): t for t in state}.values()),
+        costs_ns=bench.costs_ns(),
+        **bench.seconds,
     )
-    for d, row in enumerate(rows):
-        row["profile_s"] = float(problem.cost_ns[:, d].sum()) / 1e9
-        if "median_s" in row:
-            row["profile_over_measured"] = row["profile_s"] / row["median_s"]
+    rng = np.random.default_rng(0)
+    plans = [everything_on(problem, d) for d in range(problem.device_count)]
+    plans += [
+        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
+        for share in RANDOM_SHARES
+    ]
+    plans += offload.found_by_search(problem, 2)
+    found["rows"] = rows = bench.measured(problem, plans)
+    offload.tell(record, rows)
+    seen = rows[0]["measured_peak_bytes"].get(problem.cluster.names[0])
+    found["peak_was_measured"] = seen is not None
+    found["peak_bytes"] = seen or rows[0]["predicted_peak_bytes"][0]
 
 
 def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
@@ -131,9 +142,7 @@ def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> No
         in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
         for share in OVERLAP_SHARES
     ]
-    plans += [
-        replace(plan, name="half the memory") for plan in offload.found_by_search(cramped)[:1]
-    ]
+    plans += [replace(plan, name="half the memory") for plan in offload.found_by_search(cramped, 1)]
     found["rows"] = [in_pairs(bench, cluster, problem, plan) for plan in plans]
 
 
@@ -187,29 +196,6 @@ def trained(
     return time.perf_counter() - start
 
 
-def rebuilding(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Time placing again: with weights moved, and with weights in place."""
-    calls = bench.runtime.calls
-    names = [torch_device(name) for name in cluster.names]
-    shares = np.random.default_rng(0)
-    problem = bench.problem()
-    for what, share in (("moved", 0.5), ("at home", 1.0)):
-        step = copy.deepcopy(bench.extraction.step)
-        module = PlacedModule(
-            replaced(bench, step), calls.devices_of_calls([names[0]] * len(calls.graph))
-        )
-        seconds = []
-        for _ in range(REBUILDS):
-            plan = random_devices(problem, shares, share)
-            devices = calls.devices_of_calls([names[d] for d in plan])
-            torch_devices.synchronize(names[0])
-            start = time.perf_counter()
-            module.place(devices)
-            torch_devices.synchronize(names[0])
-            seconds.append(time.perf_counter() - start)
-        found[what] = quartiles(seconds[1:])
-
-
 def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list[int]:
     """Return a random device for every op, the same for all ops of a co-location group."""
     devices = (rng.random(problem.op_count) >= share).astype(int)
@@ -220,58 +206,38 @@ def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list
     return [int(d) for d in devices]
 
 
-def predictions(bench: Workbench, found: dict[str, Any]) -> None:
-    """Compare predicted with measured time and memory of random placements and search results."""
-    problem = bench.problem()
-    rng = np.random.default_rng(0)
-    plans = [
-        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
-        for share in RANDOM_SHARES
-    ]
-    plans += offload.found_by_search(problem)
-    found["rows"] = rows = bench.measured(problem, plans)
-    for row in rows:
-        if "median_s" in row:
-            row["predicted_over_measured"] = row["predicted_s"] / row["median_s"]
-
-
-def prepared(
+def one_model(
     record: Record,
     cluster: Cluster,
     name: str,
     make: Callable[[], Workload],
     benches: dict[str, Workbench],
 ) -> None:
-    """Extract and profile a model, and measure the effect of overlapped copies."""
+    """Extract and profile a model, and measure it without a limit."""
 
     def profiled(found: dict[str, Any]) -> None:
-        bench = Workbench(make(), cluster)
-        benches[name] = bench
-        profile(bench, found)
-        offload.tell(record, found["rows"])
+        benches[name] = Workbench(make(), cluster)
+        no_limit(record, benches[name], found)
 
-    record.part(f"{name}: profile", profiled)
-    if name not in benches:
-        return
-
-    def overlap(found: dict[str, Any]) -> None:
-        overlapping(benches[name], cluster, found)
-        for row in found["rows"]:
-            record.say(f"  {row['name']}: {row['overlapping_over_in_line']:.2f} of copies in line")
-
-    record.part(f"{name}: overlap", overlap)
+    record.part(f"{name}: no limit", profiled)
+    if name in benches:
+        record.part(f"{name}: overhead", partial(overhead, benches[name], cluster))
 
 
-def one_model(record: Record, cluster: Cluster, name: str, bench: Workbench) -> None:
-    """Run the remaining measurements of a model."""
-    record.part(f"{name}: overhead", partial(overhead, bench, cluster))
-    record.part(f"{name}: rebuilding", partial(rebuilding, bench, cluster))
-
-    def predicted(found: dict[str, Any]) -> None:
-        predictions(bench, found)
-        offload.tell(record, found["rows"])
-
-    record.part(f"{name}: predictions", predicted)
+def under_limits(record: Record, cluster: Cluster, benches: dict[str, Workbench]) -> None:
+    """Measure all models under one limit after the other, then inference and overlap."""
+    known = {name: record.data["parts"][f"{name}: no limit"].get("peak_bytes") for name in benches}
+    for share in offload.SHARES:
+        for name, peak_bytes in known.items():
+            if peak_bytes:
+                part = partial(offload.capped, record, benches[name], peak_bytes, share)
+                record.part(f"{name}: {share:.0%}", part)
+    for name in INFERENCE:
+        if name in benches:
+            part = partial(offload.inference, record, cluster, benches[name].extraction.step)
+            record.part(f"{name}: inference, 50% of the weights", part)
+    for name, bench in benches.items():
+        record.part(f"{name}: overlap", partial(overlapping, bench, cluster))
 
 
 def main() -> None:
@@ -283,11 +249,8 @@ def main() -> None:
         record.part("calibration", partial(calibration, cluster))
         record.part("compiled code", lambda _: load_compiled_code())
         for name, make in models(small=small).items():
-            prepared(record, cluster, name, make, benches)
-        for name, bench in benches.items():
-            if record.left_s > OFFLOAD_SHARE * options.limit:
-                one_model(record, cluster, name, bench)
-        offload.run(record, cluster, benches, small=small)
+            one_model(record, cluster, name, make, benches)
+        under_limits(record, cluster, benches)
     record.save()
     record.say("done" if options.out is None else f"done: {options.out}")
 

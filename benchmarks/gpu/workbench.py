@@ -14,7 +14,7 @@ from benchmarks.record import quartiles
 from envs.backend import measurements
 from envs.hardware.cluster import Cluster
 from envs.measured import Measured
-from envs.measurement import Measurement
+from envs.measurement import Measurement, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated, costed
@@ -26,7 +26,7 @@ from graphs.graph import GraphArrays
 from placer.search.candidate import Candidate, Kind
 from placer.search.heuristics import single_device
 
-ROUNDS = 3
+ROUNDS = 7
 
 
 class Workbench:
@@ -38,8 +38,8 @@ class Workbench:
         self.extraction = extract(step)
         extracted = time.perf_counter()
         self.runtime = TorchRuntime(self.extraction, self.cluster)
-        graph = costed(self.runtime, self.runtime.graph, self.cluster)
-        self.arrays = GraphArrays.from_graph(graph)
+        self.graph = costed(self.runtime, self.runtime.graph, self.cluster)
+        self.arrays = GraphArrays.from_graph(self.graph)
         self.seconds = {
             "extraction_s": extracted - began,
             "profile_s": time.perf_counter() - extracted,
@@ -53,13 +53,29 @@ class Workbench:
     def measured(
         self, problem: Problem, plans: list[Candidate], limit_bytes: int | None = None
     ) -> list[dict[str, Any]]:
-        """Run candidates in turn and return predictions and measurements of each."""
+        """Run candidates in turn; return predictions and measurements of each, ties marked."""
         limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
         placements = [placement(problem, plan) for plan in plans]
         executor = TorchExecutor(self.extraction, self.runtime.calls, problem, limits=limits)
         with Measured(executor, rounds=ROUNDS, warm_up=0) as backend:
             seen = measurements(backend.evaluate(placements))
-        return [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
+        rows = [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
+        if ran := [one for one in seen if one.ok]:
+            fastest = min(ran, key=lambda one: one.median_s)
+            for each, one in zip(rows, seen, strict=True):
+                each["tied_with_fastest"] = one.ok and tied(one, fastest)
+        return rows
+
+    def costs_ns(self) -> dict[str, str]:
+        """Return the cost of every op by device, in the order of the graph, as a text."""
+        nodes = self.graph.nodes
+        return {
+            device.name: " ".join(
+                str(round(costs.get(device.kind, costs.get("*", -1e-9)) * 1e9))
+                for costs in (nodes[op_id]["cost_s"] for op_id in nodes)
+            )
+            for device in self.cluster.devices
+        }
 
 
 def placement(problem: Problem, plan: Candidate) -> Placement:
@@ -71,10 +87,15 @@ def placement(problem: Problem, plan: Candidate) -> Placement:
 
 
 def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
-    """Return the predictions and the measurement of a candidate."""
+    """Return the predictions and the measurement of a candidate, and what simulates it again.
+
+    ``devices`` has a digit per op, the index of its device; ``order`` lists ops by priority.
+    """
     schedule = Simulator(problem).run(plan.devices, plan.priority)
     return {
         "name": plan.name,
+        "devices": "".join(map(str, plan.devices)),
+        "order": " ".join(map(str, np.argsort(-plan.priority, kind="stable"))),
         "ops_on_accelerator": int((plan.devices == 0).sum()),
         "transfers": len(schedule.transfers.edge),
         "predicted_s": schedule.step_ns / 1e9,
@@ -111,11 +132,12 @@ def summary(row: dict[str, Any]) -> str:
     if row["failure"] or "median_s" not in row:
         return f"{row['name']} failed: {row['failure'][:80]}"
     measured_ms, predicted_ms = row["median_s"] * 1e3, row["predicted_s"] * 1e3
-    return f"{row['name']}: {measured_ms:.1f} ms, predicted {predicted_ms:.1f} ms"
+    tie = ", tied with the fastest" if row["tied_with_fastest"] else ""
+    return f"{row['name']}: {measured_ms:.1f} ms, predicted {predicted_ms:.1f} ms{tie}"
 
 
 def arguments(description: str, limit_s: float) -> argparse.Namespace:
-    """Parse the options of the benchmarks on torch devices."""
+    """Parse the options of the benchmark of torch devices."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file of the results")
     parser.add_argument(
