@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -96,6 +96,19 @@ class Measurement:
     def has_cpu_clock(self) -> bool:
         """Return whether CPU clocks measured another step time than the wall clock."""
         return self.ok and not np.array_equal(self.cpu_clock_s, self.wall_s)
+
+    def joined(self, other: Measurement) -> Measurement:
+        """Return the rounds of both, of the same placement; a failure of either is one of both."""
+        if self.failure or other.failure:
+            return self if self.failure else other
+        devices = {*self.peak_memory_bytes, *other.peak_memory_bytes}
+        peaks = [each.peak_memory_bytes for each in (self, other)]
+        return replace(
+            self,
+            wall_s=np.concatenate((self.wall_s, other.wall_s)),
+            cpu_clock_s=np.concatenate((self.cpu_clock_s, other.cpu_clock_s)),
+            peak_memory_bytes={name: max(peak.get(name, 0) for peak in peaks) for name in devices},
+        )
 
     def step_s(self, *, contended: bool = False) -> float:
         """Return the step time to rank by: wall time, or CPU-clock time under contention."""

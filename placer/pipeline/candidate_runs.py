@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
@@ -16,6 +16,10 @@ from placer.search.candidate import Candidate, Kind
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
+
+
+FINAL_STARTS: Final = 2
+"""How often workers are started for the last runs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +65,9 @@ class CandidateRuns:
         """Run the fastest placement and the baselines once more, in more rounds and new workers.
 
         The fastest of several candidates was also the luckiest: its times in new rounds are not
-        biased. Only runs of these rounds are compared; the other candidates are eliminated. The
+        biased. Workers differ from those started before them by more than rounds do, since their
+        memory lies elsewhere: each half of the rounds has workers of its own.
+        Only runs of these rounds are compared; the other candidates are eliminated. The
         rounds of ``before`` count if the new ones do not end, other processes disturb them, or a
         candidate fails in them. A user's own backend runs nothing again.
         """
@@ -72,13 +78,16 @@ class CandidateRuns:
         if not kept or not rounds:
             return before
         self.progress.stage("Running the fastest once more")
-        try:
-            after = self._run(problem, kept, range(len(kept)), rounds)
-        except (WorkerError, OSError):
-            return before
-        if self.interrupt.requested or runs_contended(after):
-            return before
-        again = dict(zip(kept, after, strict=True))
+        again = dict(zip(kept, kept, strict=True))
+        for half in range(FINAL_STARTS):
+            try:
+                after = self._run(problem, kept, range(len(kept)), -(-rounds // FINAL_STARTS))
+            except (WorkerError, OSError):
+                return before
+            if self.interrupt.requested or runs_contended(after):
+                return before
+            for each, new in zip(kept, after, strict=True):
+                again[each] = _joined(again[each], new) if half else new
         if failed := {each: again[each] for each in kept if again[each].failure}:
             return [failed.get(each, each) for each in before]
         return [
@@ -110,3 +119,11 @@ class CandidateRuns:
             if measurement.counts:
                 after[i] = replace(candidates[i], measurement=measurement)
         return after
+
+
+def _joined(candidate: Candidate, again: Candidate) -> Candidate:
+    """Return a candidate with the runs of both."""
+    first, second = candidate.measurement, again.measurement
+    if first is None or second is None:
+        return again if first is None else candidate
+    return replace(candidate, measurement=first.joined(second))
