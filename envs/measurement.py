@@ -153,7 +153,7 @@ def contention_warning(cluster: Cluster) -> str:
     return (
         "Speeds of devices and links were measured while others used the cores (wall over CPU time "
         f"of {ratios}, where up to {CONTENDED} x is quiet): links may look much slower than they "
-        "are. They are not kept, and are measured again next time; run again on a quiet machine."
+        "are. They count for an hour; run again on a quiet machine."
     )
 
 

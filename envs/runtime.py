@@ -7,6 +7,7 @@ asks which of the two a cluster needs; importing it does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -97,10 +98,11 @@ class Runtime(Protocol):
         """
         ...
 
-    def final_rounds(self, step_s: Sequence[float]) -> int:
+    def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
         """Return in how many rounds the fastest of the candidates that ran shall run once more.
 
-        ``step_s`` are their measured steps. 0 where the first rounds suffice.
+        ``step_s`` are their measured steps, ``most_s`` is the time that all rounds may take. 0
+        where the first rounds suffice.
         """
         ...
 

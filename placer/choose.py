@@ -34,8 +34,10 @@ class PlacementError(RuntimeError):
     """No placement is possible; the message says why."""
 
 
-def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int]:
-    """Return indices of candidates to run: best single device of each kind and best others.
+def worth_running(
+    candidates: Sequence[Candidate], cluster: Cluster, count: int = MEASURED_CANDIDATES
+) -> list[int]:
+    """Return indices of candidates to run: best single device of each kind, ``count`` best others.
 
     A warm start and the unplaced model are always run.
     """
@@ -46,11 +48,17 @@ def worth_running(candidates: Sequence[Candidate], cluster: Cluster) -> list[int
         if candidates[i].is_single:
             singles.setdefault(cluster.devices[candidates[i].devices[0]].kind, i)
     others = [i for i in by_time if not (candidates[i].is_single or candidates[i].is_unplaced)]
-    chosen = [*singles.values(), *others[:MEASURED_CANDIDATES]]
+    chosen = [*singles.values(), *others[:count]]
     if not chosen:
         return []
     always = [i for i in by_time if candidates[i].kind in (Kind.WARM_START, Kind.UNPLACED)]
     return chosen + [i for i in always if i not in chosen]
+
+
+def has_headroom(candidates: Sequence[Candidate], lower_bound_s: float) -> bool:
+    """Return whether the lower bound lets a placement beat the best single device."""
+    singles = [each.predicted_s for each in candidates if each.is_single]
+    return min(singles, default=np.inf) > (1 + messages.NO_HEADROOM) * lower_bound_s
 
 
 def overfull(candidates: Sequence[Candidate]) -> bool:

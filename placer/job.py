@@ -6,6 +6,7 @@ are checked when they are made, and not again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 Source: TypeAlias = "Target | Workload | nx.DiGraph[str]"
 """A workload, a graph with known costs, or the name of either."""
 SEEDS: Final = 2**32
+LEAST_MEASURING_S: Final = 6.0
+"""Wall time of runs for short budgets: workers take about a second to start."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -48,7 +51,7 @@ class SearchConfig:
     placer: Placer
     objective: Objective
     groups: int | None
-    measure: bool
+    measure: bool | str
     overlap: bool
     start_from: WarmStart | None
     backend: Backend | None
@@ -64,7 +67,7 @@ class SearchConfig:
         micro_batches: int = 1,
         in_flight: int | None = None,
         groups: int | None = None,
-        measure: bool = True,
+        measure: bool | str = True,
         overlap: bool = False,
         start_from: WarmStart | Mapping[str, int | str] | str | Path | None = None,
         backend: Backend | None = None,
@@ -72,9 +75,10 @@ class SearchConfig:
         """Check the values and load what they name.
 
         Args:
-            budget: search budget: wall time, ``"60s"``, or evaluations, ``"4000e"``. Extracting,
-                measuring op costs and running the best candidates come on top. Where these are run,
-                a third is kept for a second search with costs fitted to the runs.
+            budget: wall time of searching and running the best candidates, ``"60s"``, or
+                evaluations of the search, ``"4000e"``. Extracting and measuring op costs come on
+                top. Where candidates are run, a third of the search is kept for a second one with
+                costs fitted to the runs.
             seed: seed of the search.
             placer: search algorithm: a name that ``placer optimize --help`` lists, or your own
                 :class:`placer.search.request.Placer`. Single devices and classic heuristics are
@@ -87,7 +91,8 @@ class SearchConfig:
             in_flight: most micro-batches under way at once, by default one per device.
             groups: merge ops into at most this many groups and place the groups, for large graphs.
             measure: run the best candidates and choose by measured step time; False chooses by the
-                simulated one.
+                simulated one. A wall time such as ``"10s"`` is that of the runs, by default half of
+                the budget, at least ``LEAST_MEASURING_S``; with evaluations they are not limited.
             overlap: run candidates with copies that overlap compute: on CUDA devices a tensor is
                 sent as soon as it is computed. Only for models that can be exported.
             start_from: warm start: a placement, a Hugging Face device map, or a file of either. It
@@ -109,6 +114,8 @@ class SearchConfig:
             objective = Objective(name=objective, micro_batches=micro_batches, in_flight=in_flight)
         if backend is not None and objective.name != LATENCY:
             raise ValueError(f"a backend evaluates single steps, not {objective.name}")
+        if isinstance(measure, str):
+            _seconds(measure)
         values = {
             "budget": Budget.parse(budget) if isinstance(budget, str) else budget,
             "seed": seed,
@@ -122,6 +129,21 @@ class SearchConfig:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def measuring_s(self) -> float:
+        """Return the wall time of the runs of candidates in seconds."""
+        if isinstance(self.measure, str):
+            return _seconds(self.measure)
+        seconds = self.budget.seconds
+        return math.inf if seconds is None else max(seconds / 2, LEAST_MEASURING_S)
+
+    @property
+    def search_budget(self) -> Budget:
+        """Return the budget of the search beside runs of candidates, at least half of it."""
+        if self.budget.seconds is None:
+            return self.budget
+        return self.budget.part(max(1 - self.measuring_s / self.budget.seconds, 0.5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +268,13 @@ class Job:
 
 def _has_costs(source: Source) -> bool:
     return source.is_graph if isinstance(source, Target) else isinstance(source, nx.DiGraph)
+
+
+def _seconds(measure: str) -> float:
+    seconds = Budget.parse(measure).seconds
+    if seconds is None:
+        raise ValueError(f"measure is {measure!r}: runs take wall time, such as '10s'")
+    return seconds
 
 
 def _placer(placer: str | Placer, policy: str | Proposer | None, objective: str) -> Placer:

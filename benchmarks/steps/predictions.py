@@ -19,12 +19,16 @@ def predicted(answers: Answers, name: str, repeats: int, found: dict[str, Any]) 
         for each, result in zip(chosen, results, strict=True):
             ratios[each.name].append(each.predicted_s / result.step_s)
     drift = [a / b for a, b in zip(ratios[placed.name], ratios[core.name], strict=True)]
-    found.update(verdict=answer.result.verdict, predicted_over_measured=ratios)
+    off = answer.result.mispredicted
+    before = None if off is None else off.predicted_s / off.ranking_s(contended=False)
+    found.update(verdict=answer.result.verdict, predicted_over_measured=ratios, before_a_fit=before)
     return Table(
         "Predicted steps",
         f"predicted / measured, median and range of {repeats} measurements in new workers "
         "(CPU-clock times on a busy machine); the last column is over the same ratio of one core "
-        "in these rounds, without what the machine's speed changed since op costs were measured",
+        "in these rounds, without what the machine's speed changed since op costs were measured; "
+        "before a fit: of the answer or the fastest placement, in the rounds that costs were "
+        "fitted to",
         (
             "model",
             "answer",
@@ -32,6 +36,7 @@ def predicted(answers: Answers, name: str, repeats: int, found: dict[str, Any]) 
             "predicted / measured",
             "fastest placement",
             "over one core",
+            "before a fit",
         ),
         (
             (
@@ -41,6 +46,7 @@ def predicted(answers: Answers, name: str, repeats: int, found: dict[str, Any]) 
                 spread(ratios[best.name], ".2f"),
                 "the answer" if best is placed else spread(ratios[placed.name], ".2f"),
                 spread(drift, ".2f"),
+                "-" if before is None else f"{before:.2f}",
             ),
         ),
     )

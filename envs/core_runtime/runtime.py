@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -163,9 +164,9 @@ class CoreRuntime:
         rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
         return Measured(executor, rounds=rounds)
 
-    def final_rounds(self, step_s: Sequence[float]) -> int:
-        """Return the number of rounds of these steps that take ``FINAL_S``, 5 to 21."""
-        rounds = FINAL_S / max(sum(map(turn_s, step_s)), 1e-9)
+    def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
+        """Return how many rounds take ``FINAL_S``, or ``most_s`` where that is less; 5 to 21."""
+        rounds = min(FINAL_S, most_s) / max(sum(map(turn_s, step_s)), 1e-9)
         return int(min(max(rounds, FEWEST_FINAL_ROUNDS), MOST_FINAL_ROUNDS))
 
     def unplaced(self, cluster: Cluster) -> Cluster | None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
 KEPT_IF: Final = "quiet"
 """Part of the cache key: files stored before measurements had to be quiet do not count."""
+BUSY_KEPT_S: Final = 3600.0
+"""How long speeds count that were measured while others used the cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +65,24 @@ class Calibration:
         return cache_folder() / f"{self.prefix}-{key}.toml"
 
     def known(self) -> Cluster | None:
-        """Return the stored cluster, or None if it is missing or incomplete."""
+        """Return the stored cluster, or None if it is missing, incomplete, or busy and old."""
         try:
             known = load_cluster(self.path)
+            age_s = time.time() - self.path.stat().st_mtime
         except (OSError, ValueError):
             return None
         pairs = itertools.permutations(self.devices.names, 2)
         same = known.names == self.devices.names
+        if contention_warning(known) and age_s > BUSY_KEPT_S:
+            return None
         return known if same and all(known.link_between(*pair) for pair in pairs) else None
 
     def measured(self) -> Cluster:
-        """Measure the cluster, and store it unless other processes used the cores meanwhile.
-
-        A cache that cannot be written is not an error.
-        """
+        """Measure the cluster and store it; a cache that cannot be written is not an error."""
         measured = self.measure(self.devices)
-        if not contention_warning(measured):
-            with contextlib.suppress(OSError):
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_whole(self.path, cluster_to_toml(measured))
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self.path, cluster_to_toml(measured))
         return measured
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -120,7 +121,7 @@ class TorchRuntime:
         )
         return Measured(executor, rounds=rounds or DEFAULT_ROUNDS)
 
-    def final_rounds(self, step_s: Sequence[float]) -> int:
+    def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
         """Return 0: weights move at each change of candidates, and steps vary little."""
         return 0
 

@@ -317,6 +317,7 @@ def check_model_options(
         raise UsageError("a graph file has no devices of its own: give --cluster cluster.toml")
     words = model_options(args)
     words += ["--no-measure"] if getattr(args, "no_measure", False) else []
+    words += ["--measure-budget"] if getattr(args, "measure_budget", None) else []
     if words and is_graph_file(target):
         names = " and ".join(word for word in words if word.startswith("--"))
         raise UsageError(f"a graph file is extracted already: {names} can only be given for models")

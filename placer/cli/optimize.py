@@ -83,8 +83,6 @@ REPLICA_SETTINGS: Final = (
 
 PREPARING_S: Final = 20.0
 """Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
-RUNNING_S: Final = 15.0
-"""Eight candidates at 0.7 s, the fastest for six more seconds, and new workers twice."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     option(
-        group, "--budget", "search budget: wall time (60s) or evaluations (4000e)", default="20s"
+        group, "--budget", "search and runs: wall time (60s) or evaluations (4000e)", default="20s"
     )
     option(group, "--seed", "seed of the search", type=seed, default=0)
     option(
@@ -152,6 +150,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     option(
         group, "--start-from", "warm start: a placement or device_map, always measured", type=Path
     )
+    option(group, "--measure-budget", "wall time of the runs", shown="half of the budget")
     flag(group, "--no-measure", "simulated result: no candidate is run")
 
 
@@ -220,6 +219,8 @@ def job_of(args: argparse.Namespace) -> Job:
 
     check_model_options(args, args.target)
     target = target_of(args)
+    if args.no_measure and args.measure_budget:
+        raise UsageError("nothing is run with --no-measure: omit --measure-budget")
     pins: dict[str, str] = {}
     for name, device in args.pin:
         if pins.setdefault(name, device) != device:
@@ -234,7 +235,7 @@ def job_of(args: argparse.Namespace) -> Job:
             policy=args.policy or "auto",
             objective=args.objective,
             micro_batches=args.micro_batches,
-            measure=not args.no_measure,
+            measure=not args.no_measure and (args.measure_budget or True),
             start_from=args.start_from,
         ),
         constraints=Constraints(
@@ -339,13 +340,14 @@ def estimate(job: Job) -> str:
     """Return a sentence that estimates the duration of a job."""
     from envs.hardware.discover import is_here
 
-    budget = job.search.budget
+    is_run = not job.has_costs and job.replicas is None and job.search.measure
+    is_run = is_run and all(map(is_here, job.cluster.names))
+    budget = job.search.search_budget if is_run else job.search.budget
     parts = [f"search {duration(budget.seconds) if budget.seconds else budget}"]
     if not job.has_costs:
         parts.append(f"extraction and op costs up to {duration(PREPARING_S)} (cached afterwards)")
-        is_run = job.replicas is None and job.search.measure
-        if is_run and all(map(is_here, job.cluster.names)):
-            parts.append(f"runs of the best candidates {duration(RUNNING_S)}")
+    if is_run and budget.seconds:
+        parts.append(f"runs of the best candidates {duration(job.search.measuring_s)}")
     return f"Estimated duration: {', '.join(parts)}."
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
+from envs.measured import turn_s
 from envs.problem import Problem
-from placer.choose import choose, finalists, runs_contended, worth_running
+from placer.choose import (
+    MEASURED_CANDIDATES,
+    choose,
+    finalists,
+    has_headroom,
+    runs_contended,
+    worth_running,
+)
 from placer.interrupt import Interrupt
 from placer.progress import Progress, counter
 from placer.search.candidate import Candidate, Kind
@@ -20,22 +30,47 @@ if TYPE_CHECKING:
 
 FINAL_STARTS: Final = 2
 """How often workers are started for the last runs."""
+STARTING_S: Final = 0.8
+"""Time in which workers start and get the example."""
+UNCOUNTED_RUNS: Final = 2
+FEWEST_ROUNDS: Final = 3
 
 
 @dataclass(slots=True, kw_only=True)
 class CandidateRuns:
-    """Runs candidates on the devices of a runtime, or on the user's own backend."""
+    """Runs candidates on the devices of a runtime, or on the user's own backend.
+
+    Its runs take ``seconds`` of wall time, or what the baselines and one placement need at least.
+    """
 
     backend: Runtime | Backend
     interrupt: Interrupt
     progress: Progress
+    seconds: float = math.inf
+    _spent_s: float = 0.0
 
-    def best(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Run the best candidates and the best single devices; return all with measurements."""
-        chosen = worth_running(candidates, problem.cluster)
-        if not chosen:
-            return list(candidates)
-        return self._run(problem, candidates, chosen)
+    @property
+    def left_s(self) -> float:
+        """Return the rest of the wall time."""
+        return self.seconds - self._spent_s
+
+    def best(
+        self, problem: Problem, candidates: Sequence[Candidate], lower_bound_s: float = 0.0
+    ) -> list[Candidate]:
+        """Run the best candidates and the best single devices; return all with measurements.
+
+        Half of the time is left for :meth:`final`. Where the lower bound leaves no headroom over a
+        single device, only the baselines are run.
+        """
+        counts = range(MEASURED_CANDIDATES, 0, -1)
+        if not has_headroom(candidates, lower_bound_s):
+            counts = range(1)
+        for count in counts:
+            chosen = worth_running(candidates, problem.cluster, count)
+            steps_s = [candidates[i].predicted_s for i in chosen]
+            if _run_s(steps_s, FEWEST_ROUNDS) <= self.left_s / 2:
+                break
+        return self._run(problem, candidates, chosen) if chosen else list(candidates)
 
     def further(
         self, problem: Problem, before: list[Candidate], found: Sequence[Candidate]
@@ -51,6 +86,8 @@ class CandidateRuns:
         always = (Kind.UNPLACED, Kind.WARM_START)
         kept = [each for each in ran if each is best or each.is_single or each.kind in always]
         both = [*(replace(each, name=f"{each.name}, fitted") for each in found), *kept]
+        if _run_s([each.predicted_s for each in both], FEWEST_ROUNDS) > self.left_s / 2:
+            return before
         try:
             after = self._run(problem, both, range(len(both)))
         except (WorkerError, OSError):
@@ -74,7 +111,8 @@ class CandidateRuns:
         if isinstance(self.backend, Backend) or self.interrupt.requested:
             return before
         kept = finalists(before)
-        rounds = self.backend.final_rounds([each.ranking_s(contended=False) for each in kept])
+        steps_s = [each.ranking_s(contended=False) for each in kept]
+        rounds = self.backend.final_rounds(steps_s, self.left_s - FINAL_STARTS * _run_s(steps_s, 0))
         if not kept or not rounds:
             return before
         self.progress.stage("Running the fastest once more")
@@ -103,6 +141,7 @@ class CandidateRuns:
         rounds: int | None = None,
     ) -> list[Candidate]:
         """Run the chosen ones of some candidates in turn."""
+        began = time.perf_counter()
         placements = [candidates[i].placement for i in chosen]
         advance = counter(self.progress)
         if isinstance(self.backend, Backend):
@@ -114,11 +153,17 @@ class CandidateRuns:
                 results = measured.evaluate(placements, advance)
                 interrupted = measured.interrupted
         self.interrupt.requested |= interrupted
+        self._spent_s += time.perf_counter() - began
         after = list(candidates)
         for i, measurement in zip(chosen, measurements(results), strict=True):
             if measurement.counts:
                 after[i] = replace(candidates[i], measurement=measurement)
         return after
+
+
+def _run_s(steps_s: Sequence[float], rounds: int) -> float:
+    """Return about how long runs of steps take, with the start and the uncounted runs."""
+    return STARTING_S + sum(UNCOUNTED_RUNS * step_s + rounds * turn_s(step_s) for step_s in steps_s)
 
 
 def _joined(candidate: Candidate, again: Candidate) -> Candidate:

@@ -21,7 +21,7 @@ from placer.progress import Progress
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.request import SearchRequest, SearchTrace
+from placer.search.request import Budget, SearchRequest, SearchTrace
 from placer.startup import VERSION
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ class CandidateSearch:
     duration_s: float = 0.0  # of all searches so far
 
     def candidates(
-        self, problem: Problem, search_trace: SearchTrace, share: float = 1.0
+        self, problem: Problem, search_trace: SearchTrace, budget: Budget
     ) -> list[Candidate]:
-        """Return the predicted candidates of a search with a share of the budget."""
+        """Return the predicted candidates of a search."""
         began = time.perf_counter()
         config, searched = self.config, problem
         if self.coarse is not None:
             searched = grouped_problem(self.coarse, problem)
         request = SearchRequest(
             searched,
-            config.budget.part(share),
+            budget,
             seed=config.seed,
             progress=self.progress.advance,
             should_stop=self.interrupt.asked,

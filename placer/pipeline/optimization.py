@@ -6,6 +6,7 @@ be started, the prediction decides.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,13 +112,19 @@ class _Optimization:
         began = time.perf_counter()
         try:
             progress.stage("Searching placements")
-            share = 1.0 if backend is None else 1.0 - REPEATED
-            found = self.search.candidates(self.problem, self.search_trace, share)
+            config = self.search.config
+            budget = config.search_budget.part(1.0 - REPEATED) if backend else config.budget
+            found = self.search.candidates(self.problem, self.search_trace, budget)
             self.candidates = found + self.search.unplaced(self.unplaced)
             self.bounds_s = _bounds_s(self.candidates)
             if backend is not None and not interrupt.requested:
                 self._measure(
-                    CandidateRuns(backend=backend, interrupt=interrupt, progress=progress)
+                    CandidateRuns(
+                        backend=backend,
+                        interrupt=interrupt,
+                        progress=progress,
+                        seconds=config.measuring_s if backend is self.search.runtime else math.inf,
+                    )
                 )
         except KeyboardInterrupt:
             interrupt.requested = True
@@ -141,7 +148,7 @@ class _Optimization:
     def _measure(self, runs: CandidateRuns) -> None:
         """Run the best candidates; fit costs to the runs, or try with less memory."""
         self.search.progress.stage("Running the best for real")
-        self.candidates = runs.best(self.problem, self.candidates)
+        self.candidates = runs.best(self.problem, self.candidates, self._lower_bound_s)
         if overfull(self.candidates):
             self._use_less_memory(runs)
         elif not self.search.interrupt.requested:
@@ -158,7 +165,8 @@ class _Optimization:
                 return
             search.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
             smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
-            candidates = search.candidates(smaller, search_trace) + search.unplaced(self.unplaced)
+            found = search.candidates(smaller, search_trace, search.config.search_budget)
+            candidates = found + search.unplaced(self.unplaced)
             if not worth_running(candidates, smaller.cluster):
                 return
             # Runs are only compared with runs of the same rounds.
@@ -174,7 +182,8 @@ class _Optimization:
             return
         search.progress.stage("Predictions were off: searching again with fitted costs")
         self._use(fit)
-        found = search.candidates(self.problem, search_trace := SearchTrace(), REPEATED)
+        budget = search.config.search_budget.part(REPEATED)
+        found = search.candidates(self.problem, search_trace := SearchTrace(), budget)
         self.bounds_s = _bounds_s(found)
         further = worth_running_too(found, self.candidates)
         if further and not search.interrupt.requested:
@@ -197,19 +206,24 @@ class _Optimization:
         ]
         self.bounds_s = []  # proved with other costs
 
+    @property
+    def _lower_bound_s(self) -> float:
+        """Return the lower bound of the objective over all placements."""
+        bound_s = self.search.config.objective.lower_bound_s(self.problem)
+        hand_over_s = self.problem.graph.hand_over_s  # what searches prove is without it
+        return max(bound_s, *(each + hand_over_s for each in self.bounds_s), 0.0)
+
     def _problem_of(self, candidate: Candidate) -> Problem:
         return self.unplaced if candidate.is_unplaced and self.unplaced else self.problem
 
     def _result(self, measuring_s: float) -> Result:
         best, search = choose(self.candidates), self.search
-        bound_s = search.config.objective.lower_bound_s(self.problem)
-        hand_over_s = self.problem.graph.hand_over_s  # what searches prove is without it
         return Result(
             placement=best.placement,
             problem=self._problem_of(best),
             candidates=tuple(self.candidates),
             best=best,
-            lower_bound_s=max(bound_s, *(each + hand_over_s for each in self.bounds_s), 0.0),
+            lower_bound_s=self._lower_bound_s,
             search_s=search.duration_s,
             measuring_s=0.0 if self._backend is None else measuring_s,
             stopped=search.interrupt.requested,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -52,7 +53,7 @@ class Machine:
         self.rounds: list[int] = []
         self.interrupted = False
 
-    def final_rounds(self, step_s: Sequence[float]) -> int:
+    def final_rounds(self, step_s: Sequence[float], most_s: float) -> int:
         return 10 if step_s else 0
 
     def backend(
@@ -124,10 +125,42 @@ def candidates() -> list[Candidate]:
     ]
 
 
-def run(machine: Machine) -> list[Candidate]:
+def run(
+    machine: Machine, *, seconds: float = math.inf, lower_bound_s: float = 0.0
+) -> list[Candidate]:
     with Interrupt() as interrupt:
-        runs = CandidateRuns(backend=cast(Runtime, machine), interrupt=interrupt, progress=Silent())
-        return runs.final(PROBLEM, runs.best(PROBLEM, candidates()))
+        runs = CandidateRuns(
+            backend=cast(Runtime, machine),
+            interrupt=interrupt,
+            progress=Silent(),
+            seconds=seconds,
+        )
+        return runs.final(PROBLEM, runs.best(PROBLEM, candidates(), lower_bound_s))
+
+
+def kinds_that_ran(ran: Sequence[Candidate]) -> set[Kind]:
+    return {each.kind for each in ran if each.measurement}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kinds"),
+    [
+        # Five runs of 2, 1, 1.2 and 1.4 s, and 0.8 s to start, are half of 57.6 s.
+        (57.7, {SINGLE, ANNEALING, HEFT, POLICY}),
+        (57.5, {SINGLE, ANNEALING, HEFT}),
+        (1.0, {SINGLE, ANNEALING}),
+    ],
+)
+def test_as_many_placements_run_as_half_of_the_time_allows(
+    seconds: float, kinds: set[Kind]
+) -> None:
+    assert kinds_that_ran(run(Machine(FIRST_S, FIRST_S), seconds=seconds)) == kinds
+
+
+@pytest.mark.parametrize(("bound_s", "count"), [(1.9, 4), (1.97, 1)])
+def test_placements_that_the_bound_says_cannot_win_are_not_run(bound_s: float, count: int) -> None:
+    ran = run(Machine(FIRST_S, FIRST_S), lower_bound_s=bound_s)
+    assert len(kinds_that_ran(ran)) == count
 
 
 def rounds_of(candidate: Candidate) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from placer.job import Job, SearchConfig
 from placer.progress import Silent
 from placer.search import registry
 from placer.search.heuristics import Heft, RoundRobin
+from placer.search.request import Budget
 from tests.helpers.clusters import toy_pair
 
 CLUSTER = toy_pair("a", "b")
@@ -224,3 +226,26 @@ def test_what_forks_workers_starts_before_a_model_that_is_run_on_cores_is_loaded
     graph, cluster = files
     run_job(Job.of(graph, cluster, search=SearchConfig(policy=None, budget="10e")), Silent())
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("budget", "measure", "search", "measuring_s"),
+    [
+        ("20s", True, Budget(seconds=10.0), 10.0),
+        ("4s", True, Budget(seconds=2.0), 6.0),
+        ("20s", "5s", Budget(seconds=15.0), 5.0),
+        ("20s", "1m", Budget(seconds=10.0), 60.0),
+        ("4000e", True, Budget(evaluations=4000), math.inf),
+    ],
+)
+def test_a_search_and_its_runs_share_the_budget(
+    budget: str, measure: bool | str, search: Budget, measuring_s: float
+) -> None:
+    config = SearchConfig(budget=budget, measure=measure, policy=None)
+    assert config.search_budget == search
+    assert config.measuring_s == measuring_s
+
+
+def test_runs_are_not_limited_by_evaluations() -> None:
+    with pytest.raises(ValueError, match="runs take wall time"):
+        SearchConfig(measure="400e")

@@ -100,6 +100,8 @@ def test_bad_targets_get_a_sentence(
         ("optimize never/loaded.py:f --inference --optimizer sgd", "has no gradients for"),
         ("optimize {graph} --cluster {cluster} --inference", "--inference can only be given"),
         ("optimize {graph} --cluster {cluster} --no-measure", "--no-measure can only be given"),
+        ("optimize never/loaded.py:f --no-measure --measure-budget 5s", "nothing is run with"),
+        ("optimize never/loaded.py:f --measure-budget 50e", "runs take wall time"),
         ("optimize {graph} --cluster {cluster} --extractor export", "--extractor can only"),
         ("optimize {graph} --cluster {cluster} --dtype bf16", "--dtype can only be given"),
         ("optimize {graph}", "give --cluster"),

@@ -260,10 +260,10 @@ class Arrived:
 def test_a_finished_reduction_is_held_until_the_next_is_finished() -> None:
     # Dropped by gloo's thread instead, it aborted ranks that ended at that moment.
     [bucket] = filled_buckets({"weight": nn.Parameter(torch.zeros(3))}, 1 << 20, accumulate=1)
-    bucket.pending = Arrived()
-    seen = weakref.ref(bucket.pending)
+    reduction = Arrived()
+    bucket.pending, seen = reduction, weakref.ref(reduction)
+    del reduction
     bucket.begin()
-    assert bucket.pending is None
     assert seen() is not None
     bucket.begin()
     assert seen() is None
