@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -89,11 +90,13 @@ def test_outputs_with_caches_are_returned_as_the_model_does(name: str, extractor
 
 def test_a_single_step_with_a_past_takes_and_returns_a_cache() -> None:
     model = model_of("Llama")
+    taken = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in taken else "past_key_values"  # renamed in transformers 5.24
 
     def step_after(seed: int) -> dict[str, Any]:
         with torch.no_grad():
             past = model(input_ids=tokens(6, seed)).past_key_values
-        return {"input_ids": tokens(1, seed), "past_key_values": past}
+        return {"input_ids": tokens(1, seed), name: past}
 
     extraction = extract(Workload.of(model, step_after(0), training=False))
     assert extraction.extractor == "export"
