@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +38,10 @@ from graphs.graph import GraphArrays
 from placer.search.heuristics import layer_numbers
 
 FOLDER: Final = Path(__file__).parents[1] / "results"
+FIRST_DAY: Final = "2026-11-20-h200"
 FILES: Final = ("gpu", "offload")
+LATER: Final[tuple[str, ...]] = ()
+"""Files that also hold the placements and the costs of ops."""
 RANDOM_SHARES: Final = (0.5, 0.9, 0.97)
 GOOD: Final = (0.8, 1.25)
 CHANGED_OPS: Final = 2
@@ -57,11 +60,16 @@ class Row:
     measured_s: float
 
 
+def parts_of(file: str) -> dict[str, Any]:
+    """Return the parts of a file of results."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{file}.json").read_text())["parts"]
+    return found
+
+
 def recorded(file: str) -> dict[str, list[Row]]:
     """Return the candidates of every model in a file that ran; those of training steps."""
-    parts = json.loads((FOLDER / f"2026-11-20-h200-{file}.json").read_text())["parts"]
     rows: dict[str, list[Row]] = {}
-    for part, content in parts.items():
+    for part, content in parts_of(f"{FIRST_DAY}-{file}").items():
         model, _, what = part.partition(": ")
         for row in content.get("rows", []):
             if "median_s" in row and "overlap" not in what and "inference" not in what:
@@ -78,10 +86,9 @@ def recorded(file: str) -> dict[str, list[Row]]:
     return rows
 
 
-def machine() -> Cluster:
-    """Return the GPU and the CPU with the recorded speeds, and their host."""
-    parts = json.loads((FOLDER / "2026-11-20-h200-gpu.json").read_text())["parts"]
-    speeds = parts["calibration"]
+def machine(file: str = f"{FIRST_DAY}-gpu") -> Cluster:
+    """Return the GPU and the CPU with the speeds recorded in a file, and their host."""
+    speeds = parts_of(file)["calibration"]
     devices = tuple(
         Device(
             name=name,
@@ -238,6 +245,62 @@ def compared(found: dict[str, Any]) -> Table:
     )
 
 
+def again(file: str, found: dict[str, Any]) -> Table:
+    """Simulate the recorded placements of a file with its recorded costs of ops."""
+    parts, cluster = parts_of(file), machine(file)
+    rows: list[tuple[str, ...]] = []
+    ratios: dict[str, float] = {}
+    for part, content in parts.items():
+        model, _, what = part.partition(": ")
+        costs_ns = parts.get(f"{model}: no limit", {}).get("costs_ns")
+        if costs_ns is None or "inference" in what or "rows" not in content:
+            continue
+        problem = costed(graph_of(model), cluster, costs_ns)
+        for row in content["rows"]:
+            if "median_s" not in row or "devices" not in row:
+                continue
+            ratio = simulated_s(problem, row["devices"], row["order"]) / row["median_s"]
+            ratios[f"{part}: {row['name']}"] = ratio
+            tie = " (tie)" if row["tied_with_fastest"] and len(content["rows"]) > 1 else ""
+            name = f"{row['name']}, {what}" if "%" in what else row["name"]
+            cells = (
+                f"{row['median_s'] * 1e3:.1f}{tie}",
+                f"{row['predicted_s'] / row['median_s']:.2f}",
+            )
+            rows.append((model, name, *cells, f"{ratio:.2f}"))
+    good = sum(GOOD[0] <= ratio <= GOOD[1] for ratio in ratios.values()) / len(ratios)
+    found.update(file=file, simulated_over_measured=ratios, within=good)
+    rows.append(("all", f"within {GOOD[0]} to {GOOD[1]}", "", "", f"{good:.0%}"))
+    return Table(
+        f"Hosts, {file}",
+        "predicted / measured as recorded, and simulated again with the recorded costs of ops",
+        ("model", "candidate", "measured ms", "recorded", "simulated"),
+        tuple(rows),
+    )
+
+
+def costed(graph: nx.DiGraph[str], cluster: Cluster, costs_ns: Mapping[str, str]) -> Problem:
+    """Return the problem of a graph with recorded costs, a text of nanoseconds per device.
+
+    Raises:
+        ValueError: the graph has another number of ops than the recorded one.
+    """
+    costs = {name: np.array(text.split(), np.float64) / 1e9 for name, text in costs_ns.items()}
+    for name, cost_s in costs.items():
+        if len(cost_s) != len(graph):
+            raise ValueError(f"{len(graph)} ops, but {len(cost_s)} were recorded on {name}")
+    source = {name: ["recorded"] * len(graph) for name in costs}
+    return Problem.of(GraphArrays.from_graph(with_costs(graph, costs, source)), cluster)
+
+
+def simulated_s(problem: Problem, devices: str, order: str) -> float:
+    """Return the step of a placement: a digit per op, and the ops by priority."""
+    priority = np.empty(problem.op_count)
+    priority[np.array(order.split(), np.int64)] = -np.arange(problem.op_count)
+    where = np.array(list(devices), np.int32)
+    return float(Simulator(problem, memory=False).step_ns(where, priority)[0]) / 1e9
+
+
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's rank correlation of values without ties."""
     ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
@@ -246,4 +309,5 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def parts(effort: Effort) -> dict[str, Part]:
     """Return the part; it needs some gigabytes of memory, and transformers."""
-    return {"recorded": compared} if effort.level != "quick" else {}
+    later: dict[str, Part] = {f"again, {file}": partial(again, file) for file in LATER}
+    return {} if effort.level == "quick" else {"recorded": compared} | later

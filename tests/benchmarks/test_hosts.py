@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import networkx as nx
 import numpy as np
 import pytest
 
 from benchmarks.machine.hosts import (
     FILES,
     Row,
+    costed,
     in_order,
     machine,
     placement_of,
     rank_correlation,
     recorded,
     scaled,
+    simulated_s,
 )
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 
-def chain() -> Problem:
-    """Return four layers of two ops each, one after the other, on the recorded machine."""
+def chain_graph() -> nx.DiGraph[str]:
+    """Return four layers of two ops each, one after the other."""
     graph = new_graph("chain")
     for k in range(8):
         add_op(graph, f"op{k}", cost_s={"*": 1e-3}, module=f"layers.{k // 2}", output_bytes=8)
         if k:
             add_edge(graph, f"op{k - 1}", f"op{k}")
-    return Problem.of(GraphArrays.from_graph(graph), machine())
+    return graph
+
+
+def chain() -> Problem:
+    return Problem.of(GraphArrays.from_graph(chain_graph()), machine())
 
 
 def test_times_are_scaled_to_their_sum_but_not_below_the_least() -> None:
@@ -72,3 +79,15 @@ def test_copies_block_the_host() -> None:
     assert schedule.issued is not None
     assert schedule.issued.tolist() == list(range(8))
     assert len(schedule.transfers) == 3
+
+
+def test_recorded_placements_are_simulated_with_recorded_costs() -> None:
+    graph = chain_graph()
+    costs_ns = {"cuda:0": " ".join(8 * ["2000000"]), "cpu": " ".join(8 * ["30000000"])}
+    problem = costed(graph, machine(), costs_ns)
+    order = " ".join(map(str, range(8)))
+    assert simulated_s(problem, "00000000", order) == pytest.approx(8 * 2e-3, rel=0.01)
+    assert simulated_s(problem, "11111111", order) == pytest.approx(8 * 30e-3, rel=0.01)
+    assert simulated_s(problem, "00001111", order) == pytest.approx(4 * 32e-3, rel=0.01)
+    with pytest.raises(ValueError, match="8 ops, but 7 were recorded on cuda:0"):
+        costed(graph, machine(), {"cuda:0": " ".join(7 * ["1"])})
