@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
 
 CPU: Final = torch.device("cpu")
+_OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
+"""Texts of the host's allocator, of the driver and NCCL, and of libraries such as cuBLAS."""
 Result = TypeVar("Result")
 
 
@@ -30,10 +33,11 @@ def one_thread() -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out.
 
-    For host memory torch says so only in the text of a RuntimeError.
+    Only torch's allocator for CUDA raises an error of its own: the host's, the driver and the
+    libraries of CUDA say so in the text of a RuntimeError.
     """
     named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return named or "can't allocate memory" in str(error)
+    return named or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def cuda_devices() -> list[str]:

@@ -146,6 +146,34 @@ def test_what_found_no_memory_is_gone_before_memory_is_given_back(
         )
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaError`"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\n"
+                "Last error:\nCuda failure 2 'out of memory'"
+            ),
+            True,
+        ),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+    ],
+    ids=str,
+)
+def test_memory_that_ran_out_is_recognized_by_type_and_text(
+    error: Exception, expected: bool
+) -> None:
+    assert torch_devices.is_out_of_memory(error) is expected
+
+
 @pytest.mark.gpu
 @needs_cuda
 def test_links_with_the_host_lead_one_way_each() -> None:
