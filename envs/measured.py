@@ -75,11 +75,11 @@ class LoadedStep(Protocol):
 class Executor(Protocol):
     """Runs the placed steps of one problem on its devices.
 
-    Placements on the one device of ``unplaced`` leave the model unplaced; None if there is none.
+    Placements may also be on the one device of ``joined``, all devices together, if there is one.
     """
 
     problem: Problem
-    unplaced: Cluster | None
+    joined: Cluster | None
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed, or why it cannot be run."""
@@ -154,9 +154,9 @@ class Measured:
         return simulated_peaks(self._simulator, placement)
 
     def _cluster_of(self, placement: Placement) -> Cluster:
-        unplaced = self.executor.unplaced
-        if unplaced is not None and placement.device_names == unplaced.names:
-            return unplaced
+        joined = self.executor.joined
+        if joined is not None and placement.device_names == joined.names:
+            return joined
         return self.problem.cluster
 
     def _loaded(self, placement: Placement) -> LoadedStep | Failure:

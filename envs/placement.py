@@ -45,7 +45,7 @@ class Placement:
     Links serve transfers in order of request or, with ``order = "priority"``, by the highest
     priority among the ops that wait for each. At most ``in_flight`` of the ``micro_batches`` are
     active at once; None means one per device. With ``replicas`` it is the placement of each
-    replica.
+    replica. An ``unplaced`` one is the model's own code, unchanged, on the one device of all ops.
 
     ``predicted`` and ``measured`` hold at least ``step_s``, or are None if unknown. Values with
     names ending in ``_s`` are seconds, those in ``_bytes`` are bytes or map devices to bytes, those
@@ -66,6 +66,7 @@ class Placement:
     measured: Mapping[str, Any] | None = None
     made_by: MadeBy = field(default_factory=MadeBy)
     replicas: Replication | None = None
+    unplaced: bool = False
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -86,6 +87,9 @@ class Placement:
             raise ValueError(f"objective is {self.objective!r}, not one of {', '.join(OBJECTIVES)}")
         within(len(self.device_names), 1, MOST_DEVICES, "the number of devices")
         check_micro_batches(self.micro_batches, self.in_flight)
+        if self.unplaced and len(self.used_devices) > 1:
+            used = ", ".join(self.used_devices)
+            raise ValueError(f"the unplaced model is on one device, not on {used}")
         for where, record in (("predicted", self.predicted), ("measured", self.measured)):
             if record is not None:
                 check_record(record, where)
@@ -105,6 +109,11 @@ class Placement:
             for name, count in self._op_counts().items()
         )
         return html_table(caption, ("device", "ops", "predicted memory"), rows)
+
+    @property
+    def used_devices(self) -> tuple[str, ...]:
+        """Return the names of the devices with ops, in order."""
+        return tuple(self.device_names[d] for d in sorted(set(self.devices)))
 
     def _op_counts(self) -> dict[str, int]:
         counts = Counter(self.devices)
@@ -280,6 +289,7 @@ class Placement:
             "measured": None if self.measured is None else dict(self.measured),
             "made_by": asdict(self.made_by),
             **({} if self.replicas is None else {"replicas": self.replicas.to_dict()}),
+            **({"unplaced": True} if self.unplaced else {}),
         }
 
     @classmethod

@@ -9,7 +9,8 @@
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ..., "trials": {plan: {"step_s": ..., ...}} of replicas} or null,
      "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...},
-     "replicas": {...} (optional, see envs/replication.py)}
+     "replicas": {...} (optional, see envs/replication.py),
+     "unplaced": true (optional: the model as it is, on the one device of all ops)}
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any, Final
 from envs.hardware.cluster import LARGEST_INT
 from envs.hardware.core_sets import check_core_sets
 from envs.replication import Replication
-from graphs.strict_json import array, fields, inside, number, table, text, whole, within
+from graphs.strict_json import array, boolean, fields, inside, number, table, text, whole, within
 
 FORMAT: Final = "placer-placement/1"
 _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
-    | {"device_order", "in_flight", "predicted", "measured", "made_by", "replicas"}
+    | {"device_order", "in_flight", "predicted", "measured", "made_by", "replicas", "unplaced"}
 )
 RECORD_RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "spread": (0, 1e6),
@@ -82,6 +83,7 @@ def parse_placement(data: Mapping[str, Any], device_names: tuple[str, ...]) -> d
         "measured": _optional(top, "measured"),
         "made_by": _made_by(top.get("made_by") or {}),
         "replicas": None if replicas is None else Replication.from_dict(replicas, "replicas"),
+        "unplaced": boolean(top.get("unplaced", False), "unplaced"),
     }
 
 

@@ -60,10 +60,17 @@ class Runtime(Protocol):
         """Return the cached costs, or None if any would have to be measured."""
         ...
 
-    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+    def keep_factors(
+        self,
+        cluster: Cluster,
+        factors: Mapping[str, Mapping[str, float]],
+        *,
+        unplaced: bool = False,
+    ) -> None:
         """Keep factors {device kind: {class of ops: factor}} with the cached costs.
 
-        They were fitted to measured steps of the problem that these costs made.
+        They were fitted to measured steps of the problem that these costs made: of placements, or
+        of the ``unplaced`` model.
         """
         ...
 
@@ -106,10 +113,19 @@ class Runtime(Protocol):
         """
         ...
 
-    def unplaced(self, cluster: Cluster) -> Cluster | None:
-        """Return the cluster of one device that stands for the unplaced model, if there is one.
+    def joined(self, cluster: Cluster) -> Cluster | None:
+        """Return the cluster whose one device is all devices together, if there is one.
 
         A placement on it runs the model's own code with torch's threads on all cores.
+        """
+        ...
+
+    def unplaced_problem(
+        self, problem: Problem, graph: nx.DiGraph[str], progress: ProgressCallback | None = None
+    ) -> Problem | None:
+        """Return the problem of the unplaced model, which runs on any one of its devices.
+
+        ``graph`` is that of ``problem``, with costs. None if all that could be unplaced is placed.
         """
         ...
 

@@ -48,8 +48,8 @@ def apply(
     ``placed.step(batch)`` as well, and ``placed.eval()(*inputs)`` returns what the model returns in
     eval mode. For a placement of a module graph it is a
     :class:`envs.executors.hooks.hooked_module.HookedModule`, which runs the model's own code on any
-    inputs. Where the result is to leave the model unplaced (its one device is a set of several
-    cores), it is a :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
+    inputs. Where the result is to leave the model unplaced, it is a
+    :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
 
     Args:
         model: the model that was placed, or one with the same architecture.

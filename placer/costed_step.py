@@ -98,9 +98,9 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
 
 
 def unplaced_problem(step: CostedStep, job: Job, progress: Progress) -> Problem | None:
-    """Return the problem of the unplaced model, the graph on its one device.
+    """Return the problem of the unplaced model, which runs on one of its devices.
 
-    None if nothing is run, pins forbid it, or it is the placement on one device.
+    None if nothing is run, pins forbid it, or all that could be unplaced is placed.
     """
     search = job.search
     if not (step.can_run and search.measure) or search.backend is not None:
@@ -108,12 +108,7 @@ def unplaced_problem(step: CostedStep, job: Job, progress: Progress) -> Problem 
     if search.objective.micro_batches != 1 or any(step.problem.graph.allowed):
         return None
     assert step.runtime is not None
-    cluster = step.runtime.unplaced(step.cluster)
-    if cluster is None:
-        return None
-    advance = counter(progress)
-    graph = costed(step.runtime, step.graph, cluster, progress=advance)
-    return Problem.of(GraphArrays.from_graph(graph), cluster)
+    return step.runtime.unplaced_problem(step.problem, step.graph, counter(progress))
 
 
 def _warm_start(

@@ -267,8 +267,9 @@ def reviewed(
     simulated = Simulated(problem)
     devices, priority = placement.arrays()
     evaluator, name = Evaluator(problem), placement.made_by.placer or "this placement"
+    kind = Kind.UNPLACED if placement.unplaced else Kind.OTHER
     best = replace(
-        evaluator.candidate(Kind.OTHER, devices, priority, name=name),
+        evaluator.candidate(kind, devices, priority, name=name),
         prediction=objective.predict(simulated, placement),
     )
     candidates = [best]
@@ -281,12 +282,13 @@ def reviewed(
             predicted=None,
             measured=None,
             replicas=None,
+            unplaced=False,
         )
         other = replace(candidate, prediction=objective.predict(simulated, made))
         is_same = (
             np.array_equal(candidate.devices, devices) and other.predicted_s == best.predicted_s
         )
-        if not is_same:
+        if best.is_unplaced or not is_same:
             candidates.append(other)
     return Result(
         placement=placement,

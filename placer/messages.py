@@ -32,7 +32,6 @@ UNPREDICTED_BYTES: Final = 64 << 20
 """Tolerated excess over predicted memory, for libraries and kernels of any model."""
 SMALLEST_GAIN: Final = 0.01
 """Relative difference below which two step times count as equal."""
-UNPLACED: Final = "the unplaced model with torch's threads on the same cores"
 NO_OPTIMIZER: Final = "No optimizer is in the step: neither its time nor its state is counted."
 
 
@@ -114,10 +113,12 @@ def against_unplaced(best: Candidate, unplaced: Candidate | None, *, contended: 
         return ""
     if unplaced.failure:
         return ""
+    [device] = unplaced.placement.used_devices
+    where = "with torch's threads on the same cores" if is_core(device) else f"on {device}"
     if contended:  # the threads have wall times only, which mean little here
-        return f"A busy machine cannot compare it with {UNPLACED}."
+        return f"A busy machine cannot compare it with the unplaced model {where}."
     ratio = ratio_of(unplaced.measurement.median_s, best.measurement.median_s)
-    return f"{ratio:.2f}x faster than {UNPLACED}."
+    return f"{ratio:.2f}x faster than the unplaced model {where}."
 
 
 def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
@@ -332,4 +333,6 @@ WARM_START_LEGEND: Final = "warm start: the placement of --start-from"
 WHERE_ALLOWED_LEGEND: Final = (
     "where allowed: ops that pins or missing costs keep off that device are elsewhere"
 )
-UNPLACED_LEGEND: Final = "unplaced: the model as it is, with torch's threads on the same cores"
+UNPLACED_LEGEND: Final = (
+    "unplaced: the model as it is, with torch's threads on the same cores, or on one device"
+)

@@ -81,16 +81,17 @@ class CoreExecutor:
         self.limits = memory_bytes if limits is None else dict(limits)
         self.latency_s = latency_s
         self.step_timeout_s = step_timeout_s
-        device = unplaced_device(problem.cluster.devices)
-        self.unplaced = None if device is None else alone(device)
+        device = joined_device(problem.cluster.devices)
+        self.joined = None if device is None else alone(device)
         self._simulator = Simulator(problem)
         self._step = _copy_of(extraction)
         self._pool, self._handed = self._new_pool()
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
-        if runs_unplaced(placement.device_names):
-            return self._load_unplaced(placement.device_names[0])
+        if leaves_unplaced(placement):
+            [device] = placement.used_devices
+            return self._load_unplaced(device)
         schedule = self._simulator.run(*placement.arrays())
         lists = device_lists(
             self.extraction.program,
@@ -260,8 +261,8 @@ def _copy_of(extraction: Extraction) -> Workload | None:
         return None
 
 
-def unplaced_device(devices: Sequence[Device]) -> Device | None:
-    """Return the device of the unplaced model: all cores of some core sets; None for one core."""
+def joined_device(devices: Sequence[Device]) -> Device | None:
+    """Return the device of all cores of some core sets; None for a single core."""
     if not all(is_local_core_set(device.name) for device in devices):
         return None
     cores = sorted({core for device in devices for core in cores_of(device.name)})
@@ -283,8 +284,8 @@ def runs_unplaced(names: Sequence[str]) -> bool:
 
 def leaves_unplaced(placement: Placement) -> bool:
     """Return whether a placement leaves the model unplaced: by its device, or by its replicas."""
-    is_unplaced = placement.replicas is not None and placement.replicas.unplaced
-    return is_unplaced or runs_unplaced(placement.device_names)
+    of_replicas = placement.replicas is not None and placement.replicas.unplaced
+    return placement.unplaced or of_replicas or runs_unplaced(placement.device_names)
 
 
 def _pool_with_example(

@@ -8,13 +8,15 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
+import networkx as nx
+
 from envs.backend import ProgressCallback
 from envs.core_runtime.executor import (
     CoreExecutor,
     alone,
+    joined_device,
     leaves_unplaced,
     runs_unplaced,
-    unplaced_device,
 )
 from envs.costs.cached_costs import MeasuredCosts, OpCosts, StepCosts, first_of_kinds
 from envs.costs.hand_over import hand_over_costs
@@ -92,9 +94,16 @@ class CoreRuntime:
         one = {} if handed is None else handed.known(first)
         return None if ops is None or one is None else StepCosts(ops=ops, hand_over_s=_seconds(one))
 
-    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
+    def keep_factors(
+        self,
+        cluster: Cluster,
+        factors: Mapping[str, Mapping[str, float]],
+        *,
+        unplaced: bool = False,
+    ) -> None:
         """Keep factors of costs on cores of this machine, or of the unplaced model there."""
-        costs = core_costs(self.extraction, unplaced=runs_unplaced(cluster.names))
+        unplaced = unplaced or runs_unplaced(cluster.names)
+        costs = core_costs(self.extraction, unplaced=unplaced)
         costs.keep_factors(first_of_kinds(cluster.devices), factors)
 
     def _at_once(self, cluster: Cluster) -> list[Device]:
@@ -139,7 +148,7 @@ class CoreRuntime:
     ) -> Mapping[str, int] | None:
         """Return the memory of the workers; None if they cannot run the placement here."""
         names = placement.device_names
-        is_run = self.runs and placement.micro_batches == 1 and not runs_unplaced(names)
+        is_run = self.runs and placement.micro_batches == 1 and not leaves_unplaced(placement)
         if not is_run or not all(map(is_local_core_set, names)):
             return None
         lists = device_lists(self.extraction.program, placement.devices, order, len(names))
@@ -169,17 +178,28 @@ class CoreRuntime:
         rounds = min(FINAL_S, most_s) / max(sum(map(turn_s, step_s)), 1e-9)
         return int(min(max(rounds, FEWEST_FINAL_ROUNDS), MOST_FINAL_ROUNDS))
 
-    def unplaced(self, cluster: Cluster) -> Cluster | None:
+    def joined(self, cluster: Cluster) -> Cluster | None:
         """Return the set of all cores as the one device of a cluster."""
-        device = unplaced_device(cluster.devices) if len(cluster) > 1 else None
+        device = joined_device(cluster.devices) if len(cluster) > 1 else None
         return None if device is None else alone(device)
+
+    def unplaced_problem(
+        self, problem: Problem, graph: nx.DiGraph[str], progress: ProgressCallback | None = None
+    ) -> Problem | None:
+        """Return the problem of the model on all cores together, whose costs are measured."""
+        cluster = self.joined(problem.cluster)
+        if cluster is None:
+            return None
+        costed = self.costs(cluster, progress=progress).added_to(graph)
+        return Problem.of(GraphArrays.from_graph(costed), cluster)
 
     def apply(self, placement: Placement) -> PlacedModel | UnplacedModel:
         """Return the placed model; its workers run until it is closed."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
         if leaves_unplaced(placement):
-            return UnplacedModel(self.extraction, len(cores_of(cluster.names[0])))
+            [device] = placement.used_devices
+            return UnplacedModel(self.extraction, len(cores_of(device)))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
 

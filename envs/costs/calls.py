@@ -52,10 +52,13 @@ def call_costs(
     extraction: Extraction,
     calls: CallGraph,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    unplaced: bool = False,
 ) -> MeasuredCosts:
     """Return the costs of the nodes of a call graph on torch devices, one of each kind.
 
-    The noise of a profile is unknown: three of them make a cost known.
+    Those of the ``unplaced`` model are the same until they are fitted to its measured step. The
+    noise of a profile is unknown: three of them make a cost known.
     """
     return MeasuredCosts(
         profile=partial(profile_calls, extraction, calls, progress=progress),
@@ -63,6 +66,7 @@ def call_costs(
         signatures=node_signatures(extraction, calls),
         launched=True,
         classes=classes_of(calls.graph),
+        unplaced=unplaced,
     )
 
 

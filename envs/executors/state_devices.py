@@ -6,7 +6,7 @@ valid; gradients move along.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -84,6 +84,13 @@ def put_back(step: Workload, values: Mapping[str, torch.Tensor]) -> None:
             state.set_data(tensor, values[name])
 
 
+def renew_recurrent(modules: Iterable[nn.Module]) -> None:
+    """Flatten weights of recurrent layers: kernels of CUDA want them in one piece of memory."""
+    for module in dict.fromkeys(modules):
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+
+
 class StateDevices:
     """Keeps states on their home devices; ``moved_bytes`` counts the bytes sent so far."""
 
@@ -118,6 +125,12 @@ class StateDevices:
                 tensor = self._move(state, tensor, home)
             tensors.append(tensor)
         return tensors
+
+    def were_elsewhere(self) -> bool:
+        """Move states home that were moved elsewhere; return whether there were any."""
+        moved_bytes = self.moved_bytes
+        self.tensors()
+        return self.moved_bytes > moved_bytes
 
     @torch.no_grad()
     def _move(self, state: State, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:

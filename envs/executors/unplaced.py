@@ -1,9 +1,9 @@
-"""The unplaced model: its own code in this process, on torch's threads."""
+"""The unplaced model: its own code in this process, on torch's threads or on one device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from envs.executors.checks import checked_rate, load_optimizer_state
+from envs.executors.hooks.mixed_devices import sent
 from envs.executors.process_settings import keep_freed_memory, with_threads
+from envs.executors.state_devices import StateDevices, renew_recurrent, states_of
 from envs.executors.torch.placed_module import SHARED
+from envs.hardware.torch_devices import CPU
 from graphs.extract import Extraction, Workload
 from graphs.extract.autocast import autocast
 from graphs.extract.eager import run_step
@@ -22,22 +25,35 @@ from graphs.optimizer import STATE, Optimizer
 class UnplacedModel(nn.Module):
     """Runs steps of a model as it is, with the interface of a placed model.
 
-    Forward and backward pass are those of torch, in this process and with ``threads`` of torch's
-    threads; parameters and buffers are those of the model. A step with an optimizer updates them
-    by torch's own, in its fused form, and leaves no gradients. Freed memory is kept, see
-    :func:`keep_freed_memory`.
+    Forward and backward pass are those of torch, in this process; parameters and buffers are those
+    of the model. A step with an optimizer updates them by torch's own, in its fused form, and
+    leaves no gradients.
+
+    It runs on ``device``: parameters and buffers are moved there, again if they were moved
+    elsewhere since the last step, and so are the inputs of each step. The model must make its
+    other tensors there. With ``threads``, as on cores, it runs on so many of torch's threads, and
+    freed memory is kept, see :func:`keep_freed_memory`.
 
     ``eval()`` of a training step makes it return what the model returns in eval mode, without
     gradients; a target may be given or left out. ``train()`` switches back.
     """
 
-    def __init__(self, extraction: Extraction, threads: int) -> None:
+    def __init__(
+        self, extraction: Extraction, threads: int | None = None, *, device: torch.device = CPU
+    ) -> None:
         super().__init__()
-        keep_freed_memory()
+        if threads is not None:
+            keep_freed_memory()
         step = extraction.step
+        states = list(dict.fromkeys(states_of(step).values()))
+        self._homes = StateDevices(states)
+        self._homes.place([device] * len(states))
+        self._owners = [module for state in states for module in state.modules]
+        renew_recurrent(self._owners)
         vars(self).update({name: vars(step.model)[name] for name in SHARED})
         self._step = step
         self._threads = threads
+        self._device = device
         self._modes: dict[nn.Module, bool] = {}
         self.training = step.training
         if step.model.training is not step.training:
@@ -63,13 +79,17 @@ class UnplacedModel(nn.Module):
         """
         training = self._step.training and self.training
         positional, named = self._step.bound(inputs, keywords, training=training)
+        if self._device != CPU:
+            positional, named = sent((positional, named), self._device)
+            if self._homes.were_elsewhere():
+                renew_recurrent(self._owners)
         step = replace(self._step, inputs=positional, keywords=named)
         with ExitStack() as entered:
             if not training:
                 step = replace(step, loss=None, training=False, optimizer=None)
                 entered.enter_context(torch.no_grad())
-            entered.enter_context(with_threads(self._threads))
-            entered.enter_context(autocast(step.dtype))
+            entered.enter_context(self._with_threads())
+            entered.enter_context(autocast(step.dtype, [self._device.type]))
             return run_step(step)
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
@@ -84,7 +104,7 @@ class UnplacedModel(nn.Module):
         positional, named = self._step.unpacked(batch, keywords)
         if not (self._step.training and self.training):
             return self(*positional, **named)
-        with with_threads(self._threads):
+        with self._with_threads():
             loss: torch.Tensor = self(*positional, **named)
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
@@ -135,6 +155,9 @@ class UnplacedModel(nn.Module):
         """
         load_optimizer_state(self._optimizer_state(), state)
 
+    def _with_threads(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._threads is None else with_threads(self._threads)
+
     def _begin(self, extraction: Extraction, optimizer: torch.optim.Optimizer) -> None:
         """Set the optimizer's state to that before the first step, for the updated parameters."""
         state = self._step.named_state()
@@ -143,7 +166,8 @@ class UnplacedModel(nn.Module):
                 slot, _, name = source.name.partition(".")
                 optimizer.state[state[name]][slot] = torch.zeros_like(state[name])
             elif source.role == "step_count":
-                optimizer.state[state[source.name]]["step"] = torch.zeros(())
+                parameter = state[source.name]
+                optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         self._updated = [
             source.name if source.role == "optimizer" else f"step.{source.name}"
             for source in extraction.program.sources

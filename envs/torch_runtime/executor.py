@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.state_devices import put_back
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.watchdog import ended_after
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import CPU, is_out_of_memory, torch_device
@@ -39,6 +40,7 @@ TURN_S: Final = 0.2
 MOST_STEPS: Final = 10
 """Maximum number of counted steps per run: as many as take about ``TURN_S``, at least one."""
 UNLIMITED: Final = np.iinfo(np.int64).max
+_Running: TypeAlias = "PlacedModule | HookedModule | UnplacedModel"
 
 
 class TorchExecutor:
@@ -46,11 +48,12 @@ class TorchExecutor:
 
     It works on a copy of the model and keeps all values on the host as well: a new placement copies
     its weights from there to the accelerators, unless they are still there from its last run, and
-    never has to copy the previous ones back. A training step consists of forward, backward and the
-    optimizer updates, if there is an optimizer, with learning rate 0; gradients are cleared before
-    it. Memory of CUDA devices is limited to ``limits`` while it is open. Host memory cannot be
-    limited, since this process holds more than the step: a placement that exceeds it according to
-    the simulator fails without being run.
+    never has to copy the previous ones back. The unplaced model runs in the same way, its own code
+    on one device. A training step consists of forward, backward and the optimizer updates, if there
+    is an optimizer, with learning rate 0; gradients are cleared before it. Memory of CUDA devices
+    is limited to ``limits`` while it is open. Host memory cannot be limited, since this process
+    holds more than the step: a placement that exceeds it according to the simulator fails without
+    being run.
 
     Args:
         extraction: the step.
@@ -77,13 +80,14 @@ class TorchExecutor:
         self.timeout_s = timeout_s
         self.overlap = overlap
         self._devices = [torch_device(name) for name in problem.cluster.names]
-        self.unplaced: Cluster | None = None  # it is the placement on one device
+        self.joined: Cluster | None = None  # each device is driven for itself
         self._simulator = Simulator(problem)
         step = step_copy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
         put_back(step, self._on_host)
-        self._module: PlacedModule | HookedModule | None = None
+        self._placed: PlacedModule | HookedModule | None = None  # of all placements
+        self._running: _Running | None = None
         self._there: Placement | None = None  # the placement whose weights are in place
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
@@ -150,12 +154,12 @@ class TorchExecutor:
             self._clear()
         for device in self._devices:
             torch_devices.reset_peak(device)
-        module = self._placed(placement)
+        module = self._module_of(placement)
         first_s = self._step(module)
         count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
         return float(np.median([self._step(module) for _ in range(count)]))
 
-    def _step(self, module: PlacedModule | HookedModule) -> float:
+    def _step(self, module: _Running) -> float:
         step = self._extraction.step
         # copied, since a model may modify the containers that it gets
         inputs, keywords = tree_map(lambda leaf: leaf, (step.step_inputs, dict(step.keywords)))
@@ -166,39 +170,42 @@ class TorchExecutor:
         self._wait()
         return time.perf_counter() - start
 
-    def _placed(self, placement: Placement) -> PlacedModule | HookedModule:
-        if self._module is not None and self._there is placement:
-            return self._module
+    def _module_of(self, placement: Placement) -> _Running:
+        if self._running is not None and self._there is placement:
+            return self._running
         devices = [self._devices[d] for d in placement.devices]
-        if self._module is None:
-            self._module = placed_module(
+        if placement.unplaced:
+            self._running = UnplacedModel(self._extraction, device=devices[0])
+        elif self._placed is None:
+            self._running = self._placed = placed_module(
                 self._extraction, self.calls, devices, placement.priority, overlap=self.overlap
             )
-            updates = self._extraction.step.optimizer is not None
-            if updates and isinstance(self._module, PlacedModule):
-                self._module.learning_rate = 0.0
         else:
             where = self.calls.devices_of_calls(devices)
-            self._module.place(where, self.calls.launch_order(placement.priority))
+            self._placed.place(where, self.calls.launch_order(placement.priority))
+            self._running = self._placed
+        updates = self._extraction.step.optimizer is not None
+        if updates and not isinstance(self._running, HookedModule):
+            self._running.learning_rate = 0.0
         self._there = placement
-        return self._module
+        return self._running
 
     def _drop(self) -> None:
         """Drop the placed module, which an error may have left incomplete."""
         self._clear()
-        if isinstance(self._module, HookedModule):
-            self._module.close()
-        self._module = None
+        self._placed = None
         gc.collect()  # some tensors are in reference cycles
         for device in self._devices:
             torch_devices.release(device)
 
     def _clear(self) -> None:
         """Empty the accelerators, which may have no room for the old and the new weights."""
-        self._there = None
-        if isinstance(self._module, PlacedModule):
-            self._module.load_optimizer_state({})
+        self._running = self._there = None
+        if isinstance(self._placed, PlacedModule):
+            self._placed.load_optimizer_state({})
         put_back(self._extraction.step, self._on_host)
+        if isinstance(self._placed, HookedModule):
+            self._placed.close()  # the unplaced model has no hooks
         for device in self._devices:
             torch_devices.release(device)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import networkx as nx
 import numpy as np
 
 from envs.backend import ProgressCallback
@@ -15,6 +16,7 @@ from envs.costs.calls import call_costs
 from envs.costs.modules import torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import present
 from envs.hardware.host import is_synchronous
@@ -69,18 +71,24 @@ class TorchRuntime:
         costs = call_costs(self.extraction, self.call_graph, progress)
         return StepCosts(ops=costs.costs(first_of_kinds(cluster.devices), fresh=fresh))
 
-    def known_costs(self, cluster: Cluster) -> StepCosts | None:
+    def known_costs(self, cluster: Cluster, *, unplaced: bool = False) -> StepCosts | None:
         """Return the cached costs of the calls, None unless all are cached."""
         if self.call_graph is None:
             return None
-        costs = call_costs(self.extraction, self.call_graph)
+        costs = call_costs(self.extraction, self.call_graph, unplaced=unplaced)
         ops = costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
         return None if ops is None else StepCosts(ops=ops)
 
-    def keep_factors(self, cluster: Cluster, factors: Mapping[str, Mapping[str, float]]) -> None:
-        """Keep factors of the costs of calls."""
+    def keep_factors(
+        self,
+        cluster: Cluster,
+        factors: Mapping[str, Mapping[str, float]],
+        *,
+        unplaced: bool = False,
+    ) -> None:
+        """Keep factors of the costs of calls, or of the unplaced model that makes them."""
         if self.call_graph is not None:
-            costs = call_costs(self.extraction, self.call_graph)
+            costs = call_costs(self.extraction, self.call_graph, unplaced=unplaced)
             costs.keep_factors(first_of_kinds(cluster.devices), factors)
 
     def planned(self, cluster: Cluster) -> Cluster:
@@ -125,14 +133,25 @@ class TorchRuntime:
         """Return 0: weights move at each change of candidates, and steps vary little."""
         return 0
 
-    def unplaced(self, cluster: Cluster) -> None:
-        """Return None: the unplaced model is the placement on one device."""
+    def joined(self, cluster: Cluster) -> None:
+        """Return None: each device is driven for itself."""
 
-    def apply(self, placement: Placement) -> PlacedModule | HookedModule:
-        """Return the placed module, or one whose own code runs between hooks."""
+    def unplaced_problem(
+        self, problem: Problem, graph: nx.DiGraph[str], progress: ProgressCallback | None = None
+    ) -> Problem:
+        """Return the problem itself, with the factors of the unplaced model that are kept."""
+        costs = self.known_costs(problem.cluster, unplaced=True)
+        if costs is None:
+            return problem
+        return Problem.of(GraphArrays.from_graph(costs.added_to(graph)), problem.cluster)
+
+    def apply(self, placement: Placement) -> PlacedModule | HookedModule | UnplacedModel:
+        """Return the placed module, one whose own code runs between hooks, or the model itself."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
         devices = [torch_device(cluster.names[d]) for d in fitting.devices]
+        if placement.unplaced:
+            return UnplacedModel(self.extraction, device=devices[0])
         return placed_module(
             self.extraction, self.calls, devices, fitting.priority, overlap=self.overlap
         )

@@ -31,7 +31,7 @@ class Calibration:
         """Keep the factors with the costs that made the problems."""
         runtime.keep_factors(problem.cluster, self.factors)
         if unplaced is not None:
-            runtime.keep_factors(unplaced.cluster, self.unplaced_factors)
+            runtime.keep_factors(unplaced.cluster, self.unplaced_factors, unplaced=True)
 
 
 def calibration_of(
@@ -58,7 +58,7 @@ def calibration_of(
     whole = next((each for each in ran if each.is_unplaced), None)
     if unplaced is not None and whole is not None:
         found = unplaced_factors(whole.predicted_s, whole.ranking_s(contended=False))
-        of_unplaced = {unplaced.cluster.devices[0].kind: found}
+        of_unplaced = {unplaced.cluster.devices[whole.devices[0]].kind: found}
     return Calibration(
         factors=factors,
         unplaced_factors=of_unplaced,

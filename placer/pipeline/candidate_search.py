@@ -11,7 +11,7 @@ import numpy as np
 
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.simulator import Simulated
+from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.fitting import grouped_problem
 from envs.simulator.schedule import issue_order, repeats
 from graphs.coarsen.groups import Coarsened, coarsen
@@ -76,14 +76,20 @@ class CandidateSearch:
         return predicted
 
     def unplaced(self, problem: Problem | None) -> list[Candidate]:
-        """Return the unplaced model, whose problem has one device, if it can be run."""
+        """Return the unplaced model on the first device that it fits on, the CPU last.
+
+        There is none without its problem, if it cannot be run.
+        """
         if problem is None:
             return []
         order = -np.arange(problem.op_count, dtype=np.float64)
-        candidate = Evaluator(problem).candidate(
-            Kind.UNPLACED, np.zeros(len(order), np.int32), order
-        )
-        return [self._predicted(candidate, Simulated(problem))]
+        evaluator, names = Evaluator(problem), problem.cluster.names
+        candidates = [
+            evaluator.candidate(Kind.UNPLACED, np.full(len(order), d, np.int32), order)
+            for d in sorted(range(len(names)), key=lambda d: names[d] == "cpu")
+        ]
+        fitting = (each for each in candidates if each.step_ns < INFEASIBLE_NS)
+        return [self._predicted(next(fitting, candidates[0]), Simulated(problem))]
 
     def predicted_again(self, candidate: Candidate, problem: Problem) -> Candidate:
         """Return a candidate of an earlier search with its prediction by other costs."""
@@ -112,6 +118,7 @@ class CandidateSearch:
             objective=objective.name,
             micro_batches=objective.micro_batches,
             in_flight=objective.in_flight,
+            unplaced=candidate.is_unplaced,
         )
         is_known = objective.micro_batches == 1 and repeats(problem, schedule, priority)
         prediction = objective.predict(simulated, placement, schedule if is_known else None)

@@ -316,7 +316,7 @@ class _Planner:
                 runtime = self.source.steps[parts].runtime
                 assert runtime is not None, "a step that can run has a runtime"
                 devices = [problem.cluster.part(group) for group in groups]
-                joined = [runtime.unplaced(each) or each for each in devices]
+                joined = [runtime.joined(each) or each for each in devices]
                 if joined[0] is not devices[0]:
                     graph = costed(runtime, graph, joined[0])
                 loaded = with_busy_devices(graph, busy_shares(problem.load, groups))

@@ -202,6 +202,7 @@ def placement_to_dict(placement: Placement) -> dict[str, Any]:
         "predicted": None if placement.predicted is None else dict(placement.predicted),
         "measured": None if placement.measured is None else dict(placement.measured),
         "replicas": None if placement.replicas is None else placement.replicas.to_dict(),
+        "unplaced": placement.unplaced,
     }
 
 
@@ -240,6 +241,8 @@ def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
 def _origin(placement: Placement) -> str:
     made = placement.made_by
     parts = [f"{len(placement.ops)} ops of graph {placement.graph[:12]}"]
+    if placement.unplaced:
+        parts.append("left unplaced")
     if made.placer:
         parts.append(f"by {made.placer}, budget {made.budget}, seed {made.seed}")
     if placement.replicas is not None:

@@ -254,7 +254,7 @@ def test_workers_are_warmed_up_once_and_by_no_turn(monkeypatch: pytest.MonkeyPat
 
 
 def unplaced_placement(runtime: CoreRuntime, problem: Problem) -> Placement:
-    cluster = runtime.unplaced(problem.cluster)
+    cluster = runtime.joined(problem.cluster)
     assert cluster is not None
     zeros = np.zeros(problem.op_count)
     return Placement.of(problem.graph, cluster, zeros.astype(np.int32), zeros)
@@ -299,7 +299,7 @@ def test_an_unplaced_model_that_fails_fails_alone(
 def test_one_core_has_no_unplaced_model_beside_it() -> None:
     extraction, problem = small_problem()
     runtime = CoreRuntime(extraction, problem.cluster)
-    assert runtime.unplaced(present([f"core:{CORES[0]}"])) is None
+    assert runtime.joined(present([f"core:{CORES[0]}"])) is None
 
 
 def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

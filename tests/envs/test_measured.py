@@ -25,7 +25,7 @@ class MadeUp:
 
     problem: Problem
     outcome: Callable[[str, int], Outcome | None] = lambda name, number: None
-    unplaced: Cluster | None = None
+    joined: Cluster | None = None
 
     def __post_init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -102,7 +102,7 @@ def test_the_unplaced_model_runs_in_the_same_rounds_on_its_own_device(setup: Set
     executor.names[id(unplaced)] = "u"
     [refused] = Measured(executor, rounds=1).evaluate([unplaced])
     assert "was made for devices all" in refused.why
-    executor.unplaced = cluster
+    executor.joined = cluster
     results = Measured(executor, rounds=2, warm_up=1).evaluate([placements[0], unplaced])
     assert "".join(executor.runs) == "auuaau"
     assert [result.feasible for result in results] == [True, True]

@@ -16,6 +16,7 @@ import placer
 from envs.costs import modules as module_costs
 from envs.costs.modules import profile_modules_on, torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster
 from envs.placement import Placement
 from graphs.extract import Extraction, ExtractionError, Workload, extract
@@ -54,7 +55,7 @@ def looped() -> tuple[Loop, tuple[Tensor, Tensor]]:
 
 def assert_applied(
     model: nn.Module,
-    found: placer.Result | Path,
+    found: placer.Result | Placement | Path,
     inputs: tuple[Tensor, Tensor],
     extractor: str = "auto",
 ) -> HookedModule:
@@ -115,7 +116,7 @@ def test_a_loop_over_a_gpu_and_the_cpu_is_trained_as_the_model_is() -> None:
     assert {p.device.type for p in placed.parameters()} == {"cpu"}
 
 
-def test_on_the_cpu_alone_its_modules_are_timed_and_run() -> None:
+def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_model() -> None:
     model, inputs = looped()
     found = placer.optimize(
         model,
@@ -126,10 +127,16 @@ def test_on_the_cpu_alone_its_modules_are_timed_and_run() -> None:
         search=placer.SearchConfig(budget="20e", policy=None),
         progress=False,
     )
-    assert found.best.is_single
-    assert found.best.measurement is not None
+    assert found.single is not None
+    for each in (found.single, found.unplaced):
+        assert each is not None
+        assert each.measurement is not None
+        assert each.measurement.ok
+        applied = assert_applied(model, each.placement, inputs, "modules")
+        assert isinstance(applied, UnplacedModel if each.is_unplaced else HookedModule)
+        applied.close()
+        model.zero_grad()
     assert all("module by module" in source for source in found.cost_source.values())
-    assert_applied(model, found, inputs)
 
 
 def test_everything_that_a_module_does_itself_is_on_one_device() -> None:

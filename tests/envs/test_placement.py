@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,18 @@ def test_placement_survives_the_round_trip_through_a_file(
     placement.save(path)
     assert Placement.load(path, placement.device_names) == placement
     assert [file.name for file in path.parent.iterdir()] == ["placement.json"]
+
+
+def test_a_file_says_that_the_model_is_left_unplaced_only_if_it_is(tmp_path: Path) -> None:
+    placed, path = place(GRAPH, CLUSTER, [1] * len(GRAPH)), tmp_path / "placement.json"
+    placed.save(path)
+    assert "unplaced" not in json.loads(path.read_text())
+    assert not Placement.load(path).unplaced
+    replace(placed, unplaced=True).save(path)
+    read = Placement.load(path)
+    assert read.unplaced
+    assert read.used_devices == ("core:1",)
+    assert read.aligned(GRAPH, CLUSTER) == replace(placed, unplaced=True)
 
 
 def test_devices_are_in_order_of_first_use_where_no_order_is_given() -> None:
@@ -204,6 +217,7 @@ def test_aligned_refuses_missing_and_surplus_ops_and_unknown_devices() -> None:
         ({"objective": "speed"}, "'speed'"),
         ({"micro_batches": 0}, "micro_batches is 0"),
         ({"ops": (), "devices": (), "priority": ()}, "at least one op"),
+        ({"unplaced": True}, "is on one device, not on x, y"),
         ({"predicted": {"step_s": math.inf}}, r"predicted\.step_s is inf"),
         ({"measured": {"step_s": 1.0, "contention": math.nan}}, r"measured\.contention is nan"),
     ],
@@ -252,6 +266,8 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
         ({"in_flight": 2**70}, "in_flight is 1180591620717411303424"),
         ({"devices": {str(i): f"d{i}" for i in range(1025)}}, "1025"),
         ({"replicas": {"groups": [["x"]], "accumulate": 1e300}}, "accumulate is 1"),
+        ({"unplaced": 1}, "unplaced is 1, neither true nor false"),
+        ({"unplaced": True}, "is on one device, not on x, y"),
         ({"device_order": "ab"}, "device_order is 'ab'"),
         ({"device_order": ["x", "x"]}, "'x' twice"),
         ({"made_by": {"author": "x"}}, r"made_by\.author"),

@@ -156,7 +156,7 @@ def test_weights_are_sent_again_only_after_another_placement(
     run = TorchExecutor.run
 
     def moved_bytes(executor: TorchExecutor) -> int:
-        return executor._module.moved_bytes if isinstance(executor._module, PlacedModule) else 0
+        return executor._placed.moved_bytes if isinstance(executor._placed, PlacedModule) else 0
 
     def counted(executor: TorchExecutor, placement: Placement) -> TimedStep | Failure:
         before = moved_bytes(executor)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from envs.executors.hooks.module_hooks import ModuleDevice, ModuleHooks
-from envs.executors.state_devices import State, StateDevices, states_of
+from envs.executors.state_devices import State, StateDevices, renew_recurrent, states_of
 from envs.executors.torch.placed_module import SHARED, full_device
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
@@ -90,7 +90,7 @@ class HookedModule(nn.Module):
         placed = self._checked(devices)
         on = {module: _device_of(module, path, placed) for module, path in self._paths.items()}
         self._state_devices.place([_home(state, on) for state in self._states])
-        self._renew_recurrent()
+        renew_recurrent(self._paths)
         outside = ModuleDevice(placed.get("", next(iter(placed.values()))), gathers="" in placed)
         if self._hooks is None:
             self._hooks = ModuleHooks(on, outside)
@@ -104,7 +104,7 @@ class HookedModule(nn.Module):
             self._hooks.close()
             self._hooks = None
             self._state_devices.place(self._first_devices)
-            self._renew_recurrent()
+            renew_recurrent(self._paths)
 
     def __enter__(self) -> HookedModule:
         return self
@@ -121,10 +121,8 @@ class HookedModule(nn.Module):
         """
         if self._hooks is None:
             raise RuntimeError("this placed model is closed: apply the placement again")
-        moved_bytes = self._state_devices.moved_bytes
-        self._state_devices.tensors()
-        if self._state_devices.moved_bytes > moved_bytes:
-            self._renew_recurrent()
+        if self._state_devices.were_elsewhere():
+            renew_recurrent(self._paths)
         training = self._step.training and self.training
         positional, named = self._step.bound(inputs, keywords, training=training)
         step = replace(self._step, inputs=positional, keywords=named)
@@ -164,12 +162,6 @@ class HookedModule(nn.Module):
                 module.training = mode and self._modes.get(module, True)
             self.training = mode
         return self
-
-    def _renew_recurrent(self) -> None:
-        """Flatten weights of recurrent layers: kernels of CUDA want them in one piece of memory."""
-        for module in self._paths:
-            if isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
 
     def _checked(self, devices: Mapping[str, torch.device | str]) -> dict[str, torch.device]:
         if not devices:

@@ -104,13 +104,14 @@ class Updates:
         return state
 
     def load(self, states: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
-        """Load the state from :meth:`state`; {} drops all optimizer state."""
+        """Load the state from :meth:`state`; {} drops all optimizer state, and all hooks."""
         if kept:
             self.settle(states)
             load_optimizer_state(self.state(), kept)
         else:
-            self._kept.clear()
-            self._counts.clear()
+            _remove(self._hooks)
+            for known in (self._hooks, self._states, self._kept, self._counts):
+                known.clear()
             self._by_device = []
 
     def _hook(self, index: int, parameter: torch.Tensor, group: UpdateGroup) -> None:

@@ -79,7 +79,7 @@ def test_the_cached_time_belongs_to_the_graph_of_workers_only(
     extraction = of(4, 5)
     cluster = discover(f"core:{CORES[0]},core:{CORES[1]}")
     runtime = CoreRuntime(extraction, cluster)
-    unplaced = runtime.unplaced(cluster)
+    unplaced = runtime.joined(cluster)
     assert unplaced is not None
     costs = hand_over_costs(extraction)
     assert costs.known(first_of_kinds(cluster.devices)) is None

@@ -41,23 +41,20 @@ torch.set_num_threads(1)
 
 Placed = PlacedModel | PlacedModule | HookedModule | UnplacedModel
 Place = Callable[[Workload, int], Placed]
+NO_CUDA: Final = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="vdev would take CUDA's place"
+)
 EXECUTORS: Final = [
     pytest.param("cores", marks=pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")),
-    *(
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                torch.cuda.is_available(), reason="vdev would take CUDA's place"
-            ),
-        )
-        for name in ("calls", "modules")
-    ),
+    *(pytest.param(name, marks=NO_CUDA) for name in ("calls", "modules")),
     pytest.param("unplaced"),
+    pytest.param("elsewhere", marks=NO_CUDA),  # the unplaced model on one device
 ]
+ON_CPU: Final = ("cores", "unplaced")
 EVERY = pytest.mark.parametrize("executor", EXECUTORS)
 PLACED = pytest.mark.parametrize("executor", EXECUTORS[:3])
 WITH_CALLS = pytest.mark.parametrize("executor", EXECUTORS[:2])
-WITH_OPTIMIZER = pytest.mark.parametrize("executor", [*EXECUTORS[:2], EXECUTORS[3]])
+WITH_OPTIMIZER = pytest.mark.parametrize("executor", [*EXECUTORS[:2], *EXECUTORS[3:]])
 QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
@@ -85,11 +82,13 @@ def place(executor: str) -> Iterator[Place]:
             made_here.append(by_calls(extract(step), devices, seed))
         elif executor == "unplaced":
             made_here.append(UnplacedModel(extract(step), threads=1))
+        elif executor == "elsewhere":
+            made_here.append(UnplacedModel(extract(step), device=devices[1]))
         else:
             made_here.append(by_modules(extract(step, "modules"), devices, seed))
         return made_here[-1]
 
-    if executor in ("cores", "unplaced"):
+    if executor in ON_CPU:
         yield placed
     else:
         with vdev():
@@ -139,13 +138,21 @@ def test_training_is_that_of_the_model(executor: str, name: str, seed: int, plac
     assert TRANSFERS or executor != "calls"
 
 
-@EVERY
-@pytest.mark.parametrize("name", INFERENCE)
+@pytest.mark.parametrize(
+    ("executor", "name"),
+    [
+        pytest.param(*executor.values, name, marks=executor.marks)
+        for executor in EXECUTORS
+        for name in INFERENCE
+        if (executor.values, name) != (("elsewhere",), "structured_output")  # it makes CPU tensors
+    ],
+)
 def test_inference_is_that_of_the_model(executor: str, name: str, place: Place) -> None:
     step = step_named(name)
     placed = place(step, 1)
     expected = forward(copy.deepcopy(step))
-    with torch.no_grad() if executor == "calls" else torch.inference_mode():  # vdev knows no other
+    on_vdev = executor in ("calls", "elsewhere")  # vdev knows no inference mode
+    with torch.no_grad() if on_vdev else torch.inference_mode():
         output = placed.step(*step.step_inputs, **step.keywords)
     exact = executor == "cores"
     torch.testing.assert_close(
@@ -265,7 +272,7 @@ def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
         placed.step(tokens + 100, target)
     text = f"{failure.value} {getattr(failure.value, '__notes__', '')}"
     assert "index out of range" in text
-    assert "embedding:embedding" in text or executor in ("modules", "unplaced")
+    assert "embedding:embedding" in text or executor in ("modules", "unplaced", "elsewhere")
     if isinstance(placed, PlacedModel):
         assert all_end(worker_ids(placed))
         placed.close()

@@ -264,7 +264,7 @@ def test_measured_steps_do_all_their_work_and_change_nothing(
     executor = TorchExecutor(extraction, calls, problem)
     with Measured(executor, rounds=1, warm_up=0) as backend:
         first, second = measurements(backend.evaluate(placements))
-        module = executor._module
+        module = executor._placed
         assert module is not None
         own, expected = here(module.state_dict()), {n: before[n] for n in module.state_dict()}
         trained = {name: own[name] for name, _ in module.named_parameters()}
