@@ -1,9 +1,10 @@
 """Placements run on torch devices, to measure them.
 
-A run moves the weights to the devices of a placement, runs one uncounted step and then a few
-counted ones; their median is its time. Only wall time is known. The clock runs between two points
-at which all devices are idle: a CUDA event covers one stream of one device, but a step may begin on
-one device, end on another and use the host in between.
+A run moves the weights to the devices of a placement and runs uncounted steps until two in a row
+agree, since the first ones allocate memory and load kernels. The time of a run is the median of the
+last of these and of as many more as a turn takes. Only wall time is known. The clock runs between
+two points at which all devices are idle: a CUDA event covers one stream of one device, but a step
+may begin on one device, end on another and use the host in between.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph, ModuleMap
 from graphs.workload import step_copy
 
+AGREEMENT: Final = 0.1
+"""Relative difference up to which two steps in a row show that it is warm."""
+MOST_WARM_UP: Final = 6
+"""Maximum number of steps in which it gets warm; a machine may be too noisy for any to agree."""
 TURN_S: Final = 0.2
 MOST_STEPS: Final = 10
 """Maximum number of counted steps per run: as many as take about ``TURN_S``, at least one."""
@@ -155,9 +160,13 @@ class TorchExecutor:
         for device in self._devices:
             torch_devices.reset_peak(device)
         module = self._module_of(placement)
-        first_s = self._step(module)
-        count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
-        return float(np.median([self._step(module) for _ in range(count)]))
+        before_s, step_s = np.inf, self._step(module)
+        for _ in range(MOST_WARM_UP):
+            if abs(step_s / before_s - 1) <= AGREEMENT:
+                break
+            before_s, step_s = step_s, self._step(module)
+        count = min(max(round(TURN_S / step_s), 1), MOST_STEPS)
+        return float(np.median([step_s, *(self._step(module) for _ in range(count - 1))]))
 
     def _step(self, module: _Running) -> float:
         step = self._extraction.step

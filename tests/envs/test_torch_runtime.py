@@ -28,6 +28,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.torch_runtime import TorchExecutor
+from envs.torch_runtime import executor as executor_module
 from envs.torch_runtime.runtime import launch_order
 from graphs.costs import with_costs
 from graphs.extract import Workload, extract
@@ -174,6 +175,30 @@ def test_weights_are_sent_again_only_after_another_placement(
         assert all(one.ok for one in measurements(backend.evaluate([there, split])))
         assert [size > 0 for size in sent] == [False, True] * 3, "in turn, each begins a round"
         assert sent[3] >= weights, "the other placement's weights were taken off the devices first"
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "expected_s", "ran"),
+    [
+        ([0.5, 0.1, 0.04, 0.041, 0.04, 0.045, 0.05, 9], 0.043, 7),
+        ([0.3, 0.3, 9], 0.3, 2),
+        ([1, 2, 1, 2, 1, 2, 1, 9], 1, 7),
+    ],
+)
+def test_steps_count_once_two_in_a_row_agree(
+    steps_s: list[float],
+    expected_s: float,
+    ran: int,
+    small: Small,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rest = iter(steps_s)
+    monkeypatch.setattr(executor_module, "TURN_S", 0.164)  # four steps of 41 ms
+    monkeypatch.setattr(TorchExecutor, "_step", lambda *_: next(rest))
+    with opened(small) as backend:
+        (seen,) = measurements(backend.evaluate(small[2][:1]))
+    assert seen.wall_s.tolist() == [pytest.approx(expected_s)]
+    assert len(steps_s) - len(list(rest)) == ran
 
 
 def test_what_was_on_a_device_before_is_no_part_of_a_peak(
