@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -28,7 +28,7 @@ from envs.executors.unplaced import UnplacedModel
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import CPU, is_out_of_memory, torch_device
-from envs.measured import Failure, TimedStep, simulated_peaks
+from envs.measured import DevicesLostError, Failure, TimedStep, simulated_peaks
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -45,6 +45,7 @@ TURN_S: Final = 0.2
 MOST_STEPS: Final = 10
 """Maximum number of counted steps per run: as many as take about ``TURN_S``, at least one."""
 UNLIMITED: Final = np.iinfo(np.int64).max
+UNUSABLE: Final = "an error before left the devices unusable for this process"
 _Running: TypeAlias = "PlacedModule | HookedModule | UnplacedModel"
 
 
@@ -58,7 +59,8 @@ class TorchExecutor:
     is an optimizer, with learning rate 0; gradients are cleared before it. Memory of CUDA devices
     is limited to ``limits`` while it is open. Host memory cannot be limited, since this process
     holds more than the step: a placement that exceeds it according to the simulator fails without
-    being run.
+    being run. After an error that CUDA does not recover from, such as a failed assertion on the
+    device, no further candidate can be run.
 
     Args:
         extraction: the step.
@@ -94,6 +96,7 @@ class TorchExecutor:
         self._placed: PlacedModule | HookedModule | None = None  # of all placements
         self._running: _Running | None = None
         self._there: Placement | None = None  # the placement whose weights are in place
+        self._lost = ""  # why the devices cannot be used any more
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
         self._host_limit_bytes = np.array(
@@ -103,8 +106,11 @@ class TorchExecutor:
             ]
         )
         self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
-        self._open.enter_context(torch_devices.limited(limited))
-        self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        try:
+            self._open.enter_context(torch_devices.limited(limited))
+            self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        except torch.AcceleratorError as error:
+            raise DevicesLostError(f"{UNUSABLE}: {_in_a_line(error)}") from error
 
     def load(self, placement: Placement) -> _PlacedStep | Failure:
         """Return the step as placed, unless it exceeds the memory of the host."""
@@ -113,11 +119,18 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Drop the copy of the model and lift the memory limits."""
-        self._drop()
-        self._open.close()
+        self._drop("")
+        with suppress(RuntimeError) if self._lost else nullcontext():
+            self._open.close()
 
     def run(self, placement: Placement) -> TimedStep | Failure:
-        """Run a few steps as placed."""
+        """Run a few steps as placed.
+
+        Raises:
+            DevicesLostError: the devices cannot be used any more, since an earlier run failed.
+        """
+        if self._lost:
+            raise DevicesLostError(self._lost)
         hung = (
             f"a step on {', '.join(self.problem.cluster.names)} was not over after "
             f"{self.timeout_s:g} s: an op hangs, or a device does not answer. This process ends, "
@@ -131,7 +144,7 @@ class TorchExecutor:
             overfull = is_out_of_memory(error)
             failure = _in_a_line(error)
         peaks = self._peaks() if overfull else {}
-        self._drop()  # here the error and its frames, which hold tensors, are gone
+        self._drop(failure)  # here the error and its frames, which hold tensors, are gone
         if not overfull:
             return Failure(reason=f"torch cannot run it: {failure}")
         predicted = ", ".join(
@@ -199,13 +212,16 @@ class TorchExecutor:
         self._there = placement
         return self._running
 
-    def _drop(self) -> None:
+    def _drop(self, failure: str) -> None:
         """Drop the placed module, which an error may have left incomplete."""
-        self._clear()
-        self._placed = None
-        gc.collect()  # some tensors are in reference cycles
-        for device in self._devices:
-            torch_devices.release(device)
+        try:
+            self._clear()
+            self._placed = None
+            gc.collect()  # some tensors are in reference cycles
+            for device in self._devices:
+                torch_devices.release(device)
+        except RuntimeError as error:  # as of every call of CUDA after some errors
+            self._lost = self._lost or f"{UNUSABLE}: {failure or _in_a_line(error)}"
 
     def _clear(self) -> None:
         """Empty the accelerators, which may have no room for the old and the new weights."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
-from envs.measured import turn_s
+from envs.measured import DevicesLostError, turn_s
 from envs.problem import Problem
 from placer.choose import (
     MEASURED_CANDIDATES,
@@ -90,7 +90,7 @@ class CandidateRuns:
             return before
         try:
             after = self._run(problem, both, range(len(both)))
-        except (WorkerError, OSError):
+        except (WorkerError, DevicesLostError, OSError):
             return before
         if self.interrupt.requested:
             return before
@@ -120,7 +120,7 @@ class CandidateRuns:
         for half in range(FINAL_STARTS):
             try:
                 after = self._run(problem, kept, range(len(kept)), -(-rounds // FINAL_STARTS))
-            except (WorkerError, OSError):
+            except (WorkerError, DevicesLostError, OSError):
                 return before
             if self.interrupt.requested or runs_contended(after):
                 return before

@@ -16,6 +16,7 @@ from envs.backend import Backend
 from envs.compiled import loading_stage
 from envs.costs.factors import fitted_source
 from envs.executors.cores.errors import WorkerError
+from envs.measured import DevicesLostError
 from envs.problem import Problem
 from envs.simulator.bounds import missing_link
 from envs.simulator.fitting import scaled_problem
@@ -130,7 +131,7 @@ class _Optimization:
             interrupt.requested = True
             if not self.candidates:
                 raise
-        except (WorkerError, OSError) as error:
+        except (WorkerError, DevicesLostError, OSError) as error:
             if not self.candidates:
                 raise
             self.trouble = str(error)

@@ -22,6 +22,7 @@ from envs.costs.hand_over import hand_over_signature
 from envs.costs.ops import op_signatures
 from envs.executors.cores.errors import WorkerError
 from envs.hardware.cluster import Cluster, Device, Link
+from envs.measured import DevicesLostError
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import costed, runtime_for
@@ -152,7 +153,7 @@ def test_placements_that_failed_are_not_what_the_second_search_has_to_beat() -> 
     assert result.best.measurement.median_s < 1.02 * min(steps_s)
 
 
-@pytest.mark.parametrize("error", [WorkerError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [WorkerError, DevicesLostError, KeyboardInterrupt])
 def test_the_first_runs_count_if_the_second_do_not_end(error: type[BaseException]) -> None:
     class Ending(Machine):
         def evaluate(
