@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -24,7 +23,7 @@ from envs.executors.torch.watchdog import STUCK
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Link
 from envs.hardware.discover import discover
-from envs.measured import DevicesLostError, Failure, Measured, TimedStep
+from envs.measured import Failure, Measured, TimedStep
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -148,60 +147,6 @@ def test_what_a_failed_step_made_is_gone_before_the_next_placement(
     assert fine.ok
     assert made
     assert not any(alive)
-
-
-def breaks_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this step fail with an error after which every call of the device fails, as of CUDA."""
-    steps = itertools.count(1)
-    forward = PlacedModule.forward
-    error = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with ...")
-
-    def failing(module: PlacedModule, *inputs: object, **keywords: object) -> object:
-        if next(steps) == number:
-            monkeypatch.setattr(torch_devices, "release", fails)
-            raise error
-        return forward(module, *inputs, **keywords)
-
-    def fails(_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(executor_module, "MOST_WARM_UP", 0)  # a step is a turn
-    monkeypatch.setattr(PlacedModule, "forward", failing)
-
-
-def test_after_an_error_that_leaves_the_devices_unusable_all_others_fail_with_a_sentence(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unusable = f"{executor_module.UNUSABLE}: CUDA error: device-side assert triggered"
-    random = torch.get_rng_state()
-    breaks_at(1, monkeypatch)
-    with opened(small) as backend:
-        first, *others = measurements(backend.evaluate(small[2]))
-        assert first.failure == "torch cannot run it: CUDA error: device-side assert triggered"
-        assert [one.failure for one in others] == [unusable] * 2
-        again = measurements(backend.evaluate(small[2]))
-        assert [one.failure for one in again] == [unusable] * 3
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_turns_before_such_an_error_count(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks_at(4, monkeypatch)  # the second turn of the first one; rounds begin with another
-    with opened(small, rounds=3) as backend:
-        first, second = measurements(backend.evaluate(small[2][:2]))
-    assert "device-side assert" in first.failure
-    assert second.ok
-    assert second.wall_s.shape == (2,)
-
-
-def test_new_runs_on_unusable_devices_end_with_a_sentence(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(_: object) -> None:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(torch_devices, "limited", fails)
-    with pytest.raises(DevicesLostError, match="unusable for this process: CUDA error: device"):
-        opened(small)
 
 
 def test_weights_are_sent_again_only_after_another_placement(

@@ -35,6 +35,7 @@ from placer.pipeline.candidate_search import CandidateSearch
 from placer.progress import Silent
 from tests.helpers import tiny_models
 from tests.helpers.clusters import MEMORY, equal_costs, pair
+from tests.helpers.on_torch_devices import everywhere, opened
 from tests.helpers.trained_alike import on_cpu, torch_optimizer, with_optimizer
 from tests.helpers.vdev import TRANSFERS
 
@@ -43,21 +44,6 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 
 # --- measuring
-
-
-def everywhere(problem: Problem, device: int, *, unplaced: bool = False) -> Placement:
-    """Return the placement of all ops on one device, or of the unplaced model there."""
-    order = -np.arange(problem.op_count, dtype=float)
-    devices = np.full(problem.op_count, device)
-    placed = Placement.of(problem.graph, problem.cluster, devices, order)
-    return replace(placed, unplaced=unplaced)
-
-
-def opened(step: Workload, extractor: str = "auto", *, rounds: int = 2) -> Measured:
-    extraction = extract(step, extractor)
-    calls = placeable(extraction)
-    executor = TorchExecutor(extraction, calls, equal_costs(calls.graph))
-    return Measured(executor, rounds=rounds)
 
 
 @pytest.mark.parametrize("extractor", ["export", "modules"])
@@ -80,7 +66,7 @@ def test_the_unplaced_model_is_run_in_turns_with_placements(
         return unplaced_step(model, *batch, **keywords)
 
     monkeypatch.setattr(UnplacedModel, "step", seen)
-    with opened(step, extractor) as backend:
+    with opened(step, extractor, rounds=2, warm_up=1) as backend:
         placements = [
             everywhere(backend.problem, device, unplaced=unplaced)
             for unplaced in (False, True)
