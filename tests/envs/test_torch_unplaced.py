@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import placer
 from envs.backend import StepResult, measurements
+from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.measured import Measured
@@ -278,6 +279,23 @@ def test_commands_read_that_a_model_is_left_unplaced(
         assert json.loads(capsys.readouterr().out)["feasible"]
         assert set(ran) == {"vdev"}
         ran.clear()
+
+
+def test_a_run_trains_the_model_left_unplaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(TARGET)
+    target, path = f"{tmp_path / 'model.py'}:build", str(tmp_path / "placement.json")
+    with monkeypatch.context() as patch:
+        takes(patch, 1e-3, 2e-3)
+        where = ["--devices", "cpu", "--budget", "20e", "--out", path, "--json"]
+        assert main(["optimize", target, *where]) == 0
+    assert Placement.load(Path(path)).unplaced
+    capsys.readouterr()
+    monkeypatch.setattr(PlacedModule, "forward", None)
+    assert main(["run", target, "--placement", path, "--steps", "3", "--json"]) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
+    assert len(losses) == 3
 
 
 def test_pins_exclude_the_unplaced_model() -> None:
