@@ -8,6 +8,7 @@ the tensor's device, so that only the part is sent.
 
 from __future__ import annotations
 
+import copyreg
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +30,17 @@ Role: TypeAlias = Literal[
     "learning_rate",
 ]
 ResultRole: TypeAlias = Literal["output", "gradient", "state"]
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    found: torch.memory_format = getattr(torch, name)
+    return found
+
+
+# By itself pickle names the first module that has imported torch, which may be the user's.
+copyreg.pickle(
+    torch.memory_format, lambda each: (_memory_format, (str(each).removeprefix("torch."),))
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -321,3 +322,12 @@ def test_packed_sequences_are_padded_again(
     assert extraction.extractor == "dispatch"
     one_process.assert_runs_as_eager(extraction)
     assert extraction.depends_on_data
+
+
+@pytest.mark.parametrize("wanted", [torch.preserve_format, torch.channels_last])
+def test_memory_formats_are_sent_without_the_name_of_a_module_that_imports_torch(
+    wanted: torch.memory_format,
+) -> None:
+    sent = pickle.dumps(wanted)
+    assert b"torch." not in sent
+    assert pickle.loads(sent) is wanted
