@@ -10,7 +10,7 @@ compiled code. :func:`toy_problem` is a small problem for defaults, examples and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -203,6 +203,11 @@ class Problem:
             + size / self.bandwidth_bytes_per_s[source, destination]
         )
         return nanoseconds(float(seconds))
+
+
+def without_hand_over(problem: Problem) -> Problem:
+    """Return the problem of a step that runs in this process: it is handed to no workers."""
+    return replace(problem, graph=replace(problem.graph, hand_over_s=0.0))
 
 
 def nanoseconds(seconds: float, at_most: int = HORIZON_NS) -> int:

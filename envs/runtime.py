@@ -45,7 +45,7 @@ class Runtime(Protocol):
 
     extraction: Extraction
     graph: nx.DiGraph[str]  # whose nodes can be placed
-    runs: bool  # whether the step can be run
+    places: bool  # whether placements of these nodes can be run, on any data
 
     def costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
@@ -120,12 +120,12 @@ class Runtime(Protocol):
         """
         ...
 
-    def unplaced_problem(
+    def unplaced_problems(
         self, problem: Problem, graph: nx.DiGraph[str], progress: ProgressCallback | None = None
-    ) -> Problem | None:
-        """Return the problem of the unplaced model, which runs on any one of its devices.
+    ) -> list[Problem]:
+        """Return the problems of the unplaced model, which runs on any one of their devices.
 
-        ``graph`` is that of ``problem``, with costs. None if all that could be unplaced is placed.
+        ``graph`` is that of ``problem``, with costs. [] if all that could be unplaced is placed.
         """
         ...
 

@@ -66,8 +66,9 @@ def apply(
         overlap: as for :class:`placer.SearchConfig`; use the same value to run what was measured.
 
     Raises:
-        ExtractionError: the model cannot be extracted, is on the meta device, its extraction holds
-            for the example inputs only, or is a module graph, which pinned cores cannot run.
+        ExtractionError: the model cannot be extracted, is on the meta device, or is placed on
+            pinned cores although its extraction holds for the example inputs only or is a module
+            graph; unplaced it runs there, too.
         ValueError: the placement belongs to another graph, its devices are not on this machine, the
             example inputs are missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.

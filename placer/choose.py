@@ -49,8 +49,6 @@ def worth_running(
             singles.setdefault(cluster.devices[candidates[i].devices[0]].kind, i)
     others = [i for i in by_time if not (candidates[i].is_single or candidates[i].is_unplaced)]
     chosen = [*singles.values(), *others[:count]]
-    if not chosen:
-        return []
     always = [i for i in by_time if candidates[i].kind in (Kind.WARM_START, Kind.UNPLACED)]
     return chosen + [i for i in always if i not in chosen]
 
@@ -107,12 +105,12 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     """Return the best candidate: measured before predicted, and the simplest of those in a tie.
 
     A candidate that is slower than the unplaced model or the best single device, or within noise of
-    it, never wins. On a busy machine the unplaced model, which has wall times only, is compared
-    with nothing.
+    it, never wins. On a busy machine the unplaced model on several cores, which has wall times
+    only, is compared with nothing. Where it was not run, it is the answer only without a placement.
     """
     tried = [each for each in candidates if each.measurement is not None and not each.eliminated]
     if not tried:
-        placed = [each for each in candidates if not each.is_unplaced]
+        placed = [each for each in candidates if not each.is_unplaced] or candidates
         feasible = [each for each in placed if np.isfinite(each.predicted_s)]
         if not feasible:
             raise PlacementError(messages.no_placement(placed))
@@ -121,7 +119,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     if not ran:
         raise PlacementError(messages.all_failed(tried))
     busy = runs_contended(tried)
-    comparable = [run for run in ran if not (busy and run[0].is_unplaced)]
+    comparable = [run for run in ran if run[0].is_comparable(contended=busy)]
     return _simplest_of_fastest(comparable or ran, contended=busy)
 
 
@@ -132,7 +130,7 @@ def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
     fastest = min(ran, key=step_s)
     equal = [run for run in ran if tied(run[1], fastest[1], contended=contended)]
     single = min((run for run in ran if run[0].is_single), key=step_s, default=None)
-    unplaced = next((run for run in ran if run[0].is_unplaced), None)
+    unplaced = min((run for run in ran if run[0].is_unplaced), key=step_s, default=None)
     for baseline in (single, unplaced):
         if baseline is not None and baseline not in equal:
             equal = [
@@ -150,9 +148,9 @@ def finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return what is run once more: the placements that may be the fastest, and the baselines.
 
     These are the fastest placement, the simplest of those within noise of it, a warm start, the
-    fastest device by itself and the unplaced model. Returns [] where there is nothing to compare,
-    a baseline is far ahead even of the luckiest placement, or other processes use the cores, where
-    more runs cost much and tell little.
+    fastest on one device and the fastest unplaced model. Returns [] where there is nothing to
+    compare, a baseline is far ahead even of the luckiest placement, or other processes use the
+    cores, where more runs cost much and tell little.
     """
     tried = [each for each in candidates if each.measurement is not None and not each.eliminated]
     ran = [each for each in tried if each.can_run]
@@ -167,22 +165,32 @@ def finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
     for placed, baseline in zip(fastest(several), fastest(others), strict=False):
         if placed.ranking_s(contended=False) > (1 + CLEAR) * baseline.ranking_s(contended=False):
             return []
-    always = [each for each in ran if each.kind in (Kind.UNPLACED, Kind.WARM_START)]
     found = [*fastest(several), choose(several)] if several else []
-    found += fastest([each for each in ran if each.is_single]) + always
+    found += fastest([each for each in ran if each.is_on_one_device])
+    found += fastest([each for each in ran if each.is_unplaced])
+    found += [each for each in ran if each.kind is Kind.WARM_START]
     return list(dict.fromkeys(found)) if len(set(found)) > 1 else []
 
 
 def best_single_device(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the best candidate on one device, measured ones first; None if none can run."""
-    singles = [each for each in candidates if each.is_single and each.can_run]
-    measured = [each for each in singles if each.measurement is not None and not each.eliminated]
+    """Return the best candidate on one device, measured ones first; None if none can run.
+
+    It may be the model's own code.
+    """
     busy = runs_contended(candidates)
+    singles = [
+        each
+        for each in candidates
+        if each.is_on_one_device and each.can_run and each.is_comparable(contended=busy)
+    ]
+    measured = [each for each in singles if each.measurement is not None and not each.eliminated]
     return min(measured or singles, key=lambda each: each.ranking_s(contended=busy), default=None)
 
 
 def runs_contended(candidates: Sequence[Candidate]) -> bool:
-    """Return whether other processes used the cores during the runs; CPU-clock times count then."""
-    return contended(
-        [each.measurement for each in candidates if each.measurement and not each.eliminated]
-    )
+    """Return whether other processes used the cores during the runs; CPU-clock times count then.
+
+    Runs of placements tell: without any, wall times count, which all unplaced models have.
+    """
+    ran = [each for each in candidates if not (each.is_unplaced or each.eliminated)]
+    return contended([each.measurement for each in ran if each.measurement])

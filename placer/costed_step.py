@@ -19,6 +19,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import costed, runtime_for
 from graphs.graph import GraphArrays
+from graphs.selection import ConstraintError
 from placer.job import Job
 from placer.messages import core_refusal
 from placer.progress import Progress, counter
@@ -49,14 +50,19 @@ class CostedStep:
     def can_run(self) -> bool:
         """Return whether the step can be run: it has a model, and all devices are here."""
         # A graph has no runtime: is_here, which imports torch, is not called for it.
-        runs = self.runtime is not None and self.runtime.runs
-        return runs and all(map(is_here, self.cluster.names))
+        return self.runtime is not None and all(map(is_here, self.cluster.names))
+
+    @property
+    def can_run_placed(self) -> bool:
+        """Return whether the step can be run, and its ops be placed."""
+        return self.can_run and self.runtime is not None and self.runtime.places
 
 
 def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> CostedStep:
     """Extract the step of a loaded job and measure or look up its op costs.
 
-    With ``simulates``, also calibrate links and compile what a simulation needs.
+    With ``simulates``, also calibrate links and compile what a simulation needs. Raises
+    ConstraintError or ExtractionError if the job has pins or replicas, and ops cannot be placed.
     """
     if isinstance(job.source, nx.DiGraph):
         graph = job.constraints.applied_to(job.source, job.cluster)
@@ -79,6 +85,8 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         if simulates and any(map(is_local_core_set, cluster.names)):
             progress.remark(core_refusal(extraction))
         runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
+        if not runtime.places and all(map(is_here, cluster.names)):
+            _check_no_op_is_placed(job, extraction.core_refusal)
         graph = job.constraints.applied_to(runtime.graph, cluster)
         warm_start = _warm_start(job, extraction, graph)
         if compiles:  # before anything is timed
@@ -97,18 +105,27 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     )
 
 
-def unplaced_problem(step: CostedStep, job: Job, progress: Progress) -> Problem | None:
-    """Return the problem of the unplaced model, which runs on one of its devices.
+def _check_no_op_is_placed(job: Job, refusal: str) -> None:
+    """Raise an exception if a job asks for what needs ops that can be placed."""
+    from graphs.extract import ExtractionError
 
-    None if nothing is run, pins forbid it, or all that could be unplaced is placed.
+    if job.constraints.pins:
+        raise ConstraintError(f"pins are for ops that can be placed, but {refusal}")
+    if job.replicas is not None:
+        raise ExtractionError(f"replicas are planned for ops that can be placed, but {refusal}")
+
+
+def unplaced_problems(step: CostedStep, job: Job, progress: Progress) -> list[Problem]:
+    """Return the problems of the unplaced model, which runs on one of their devices.
+
+    [] if nothing is run although ops can be placed, pins forbid it, or all that could be unplaced
+    is placed.
     """
-    search = job.search
-    if not (step.can_run and search.measure) or search.backend is not None:
-        return None
-    if search.objective.micro_batches != 1 or any(step.problem.graph.allowed):
-        return None
-    assert step.runtime is not None
-    return step.runtime.unplaced_problem(step.problem, step.graph, counter(progress))
+    if step.runtime is None or not step.can_run or job.search.backend is not None:
+        return []
+    if step.runtime.places and (not job.search.measure or any(step.problem.graph.allowed)):
+        return []
+    return step.runtime.unplaced_problems(step.problem, step.graph, counter(progress))
 
 
 def _warm_start(

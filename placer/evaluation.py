@@ -15,7 +15,7 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
 from envs.placement import MadeBy, Placement
-from envs.problem import Problem
+from envs.problem import Problem, without_hand_over
 from envs.runtime import runtime_for, simulated_result
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.critical_path import critical_path, critical_path_to_list
@@ -183,8 +183,9 @@ def evaluate_job(job: Job, backend: str | Backend, progress: Progress) -> Evalua
     remark = ""
     if not isinstance(start, Placement) and step.extraction is not None:
         remark = start.conflict(step.extraction)
+    problem = step.problem
     return _evaluate(
-        step.problem,
+        without_hand_over(problem) if step.warm_start.unplaced else problem,
         step.warm_start,
         step.runtime,
         backend,
@@ -229,7 +230,7 @@ def _evaluate(
         expected_s = predicted.step_s if predicted.feasible else 1.0
         with runtime.backend(problem, [expected_s]) as measured:
             [result] = measured.evaluate([placement], counter(progress))
-        remark = " ".join(filter(None, (remark, no_hand_over(problem))))
+        remark = " ".join(filter(None, (remark, no_hand_over(problem, placement))))
     if result.measurement is not None and not result.measurement.counts:
         raise KeyboardInterrupt
     return Evaluation(

@@ -14,6 +14,7 @@ from envs.hardware.core_sets import has_several_cores
 from envs.hardware.discover import is_core
 from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import CONTENDED, tied
+from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import PHASES
 from placer.search.candidate import Candidate
@@ -57,7 +58,8 @@ def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended:
             f"noise (the lower bound leaves {gap:.0%})."
         )
     names = single.placement.device_names
-    faster = f"faster than {names[single.devices[0]]}"
+    of_what = unplaced_model(single) if single.is_unplaced else names[single.devices[0]]
+    faster = f"faster than {of_what}"
     runs, of_single = best.measurement, single.measurement
     if runs is None or of_single is None:
         ratio = ratio_of(single.predicted_s, best.predicted_s)
@@ -96,15 +98,37 @@ def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
     return "No single device has costs for all ops."
 
 
-def leave_unplaced(unplaced: Candidate, fastest: Candidate | None) -> str:
+def leave_unplaced(
+    unplaced: Candidate, fastest: Candidate | None, *, contended: bool = False
+) -> str:
     """Return that no placement gains anything over the unplaced model, and by how much."""
-    nothing = "Nothing to gain: leave the model unplaced."
+    [device] = unplaced.placement.used_devices
+    where = f", on {device}" if len(unplaced.placement.device_names) > 1 else ""
+    nothing = f"Nothing to gain: leave the model unplaced{where}."
     if fastest is None or fastest.measurement is None or unplaced.measurement is None:
         return nothing
-    ratio = ratio_of(fastest.measurement.median_s, unplaced.measurement.median_s)
-    if tied(fastest.measurement, unplaced.measurement):
+    ratio = ratio_of(
+        fastest.measurement.step_s(contended=contended),
+        unplaced.measurement.step_s(contended=contended),
+    )
+    if tied(fastest.measurement, unplaced.measurement, contended=contended):
         return f"{nothing} The fastest placement, {fastest.name}, is within noise ({ratio:.2f}x)."
     return f"{nothing} It is {ratio:.2f}x faster than the fastest placement, {fastest.name}."
+
+
+def only_unplaced(best: Candidate, others: Sequence[Candidate], *, contended: bool) -> str:
+    """Return where to leave a model unplaced whose ops cannot be placed, and what that gains."""
+    [device] = best.placement.used_devices
+    leave = f"Leave the model unplaced, on {device}"
+    best_s = best.ranking_s(contended=contended)
+    slower = [
+        f"{ratio_of(each.ranking_s(contended=contended), best_s):.2f}x faster than on {name}"
+        for each in others
+        if each.can_run and each.is_comparable(contended=contended)
+        for name in each.placement.used_devices
+    ]
+    known = "measured" if best.measurement is not None else "predicted"
+    return f"{leave}: {', '.join(slower)}, {known}." if slower else f"{leave}."
 
 
 def against_unplaced(best: Candidate, unplaced: Candidate | None, *, contended: bool) -> str:
@@ -113,12 +137,20 @@ def against_unplaced(best: Candidate, unplaced: Candidate | None, *, contended: 
         return ""
     if unplaced.failure:
         return ""
-    [device] = unplaced.placement.used_devices
-    where = "with torch's threads on the same cores" if is_core(device) else f"on {device}"
-    if contended:  # the threads have wall times only, which mean little here
-        return f"A busy machine cannot compare it with the unplaced model {where}."
-    ratio = ratio_of(unplaced.measurement.median_s, best.measurement.median_s)
-    return f"{ratio:.2f}x faster than the unplaced model {where}."
+    if not unplaced.is_comparable(contended=contended):
+        return f"A busy machine cannot compare it with {unplaced_model(unplaced)}."
+    ratio = ratio_of(
+        unplaced.measurement.step_s(contended=contended),
+        best.measurement.step_s(contended=contended),
+    )
+    return f"{ratio:.2f}x faster than {unplaced_model(unplaced)}."
+
+
+def unplaced_model(candidate: Candidate) -> str:
+    """Return which unplaced model a candidate is."""
+    [device] = candidate.placement.used_devices
+    on_threads = "with torch's threads on the same cores"
+    return f"the unplaced model {on_threads if candidate.is_on_threads else f'on {device}'}"
 
 
 def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
@@ -241,11 +273,11 @@ def prediction_error(candidate: Candidate, *, contended: bool) -> str:
     )
 
 
-def no_hand_over(problem: Problem) -> str:
+def no_hand_over(problem: Problem, placement: Placement) -> str:
     """Return that steps were run without their hand-over, which only a copy of a model measures."""
     names = problem.cluster.names
     on_workers = all(map(is_core, names)) and not (len(names) == 1 and has_several_cores(names[0]))
-    if problem.graph.hand_over_s or not on_workers:
+    if problem.graph.hand_over_s or not on_workers or placement.unplaced:
         return ""
     return (
         "Measured steps exclude handing over batch and results, since copy.deepcopy cannot copy "
@@ -292,27 +324,23 @@ def no_optimizer(problem: Problem) -> str:
 
 
 def core_refusal(extraction: Extraction) -> str:
-    """Return what placer.apply will refuse on pinned cores, and why."""
+    """Return why ops cannot be placed on pinned cores and what to do, "" if they can."""
     refusal = extraction.core_refusal
-    return refusal and (
-        f"On pinned cores placer.apply refuses it, unless the model stays unplaced: {refusal}."
-    )
+    return refusal and f"{refusal[0].upper()}{refusal[1:]}."
 
 
-def extraction_remarks(extraction: Extraction) -> list[str]:
-    """Return remarks on the extraction, the most important first."""
+def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[str]:
+    """Return remarks on the extraction, the most important first; of cores with ``refusal``."""
     from graphs.extract.errors import shown_lines
     from graphs.extract.export.trace import lstm_layers
 
-    remarks = []
-    if refusal := core_refusal(extraction):
-        remarks.append(refusal)
+    remarks = [core_refusal(extraction)] if refusal and extraction.core_refusal else []
     remarks += [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
     if extraction.step.training and (layers := lstm_layers(extraction.step)):
         remarks.append(
-            f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: times and bytes saved "
-            "for backward may differ from those of torch's fused kernel, which the unplaced model "
-            "uses."
+            f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: placements may take "
+            "several times as long as torch's fused kernel, which the unplaced model uses, and "
+            "save other bytes for backward."
         )
     return remarks
 
@@ -334,5 +362,5 @@ WHERE_ALLOWED_LEGEND: Final = (
     "where allowed: ops that pins or missing costs keep off that device are elsewhere"
 )
 UNPLACED_LEGEND: Final = (
-    "unplaced: the model as it is, with torch's threads on the same cores, or on one device"
+    "unplaced: the model as it is, with torch's threads on all cores, or on one device"
 )

@@ -102,14 +102,24 @@ class Result:
 
     @property
     def single(self) -> Candidate | None:
-        """Return the best single-device candidate, measured ones first; None if none can run."""
+        """Return the best candidate on one device, measured ones first; None if none can run.
+
+        It may be the unplaced model on that device.
+        """
         return best_single_device(self.candidates)
 
     @property
     def unplaced(self) -> Candidate | None:
-        """Return the unplaced model as it was run beside the placements; None if it was not."""
-        return next(
-            (each for each in self.candidates if each.is_unplaced and each.measurement), None
+        """Return the fastest unplaced model that was run, None if none was."""
+        busy = self.contended
+        return min(
+            (each for each in self.candidates if each.is_unplaced and each.measurement),
+            key=lambda each: (
+                each.eliminated,
+                not each.is_comparable(contended=busy),
+                each.ranking_s(contended=busy),
+            ),
+            default=None,
         )
 
     def step_s(self, candidate: Candidate) -> float:
@@ -124,7 +134,7 @@ class Result:
         single = self.single
         if single is None or not candidate.can_run:
             return np.nan
-        if candidate.is_unplaced and self.contended:  # by another clock
+        if not candidate.is_comparable(contended=self.contended):  # by another clock
             return np.nan
         ran = candidate.measurement is not None and not candidate.eliminated
         if single.measurement is not None and ran:
@@ -147,16 +157,29 @@ class Result:
         if not np.isfinite(best.predicted_s):
             return [messages.does_not_fit(best)]
         placed = [each for each in self.candidates if not each.is_unplaced]
+        if not placed:
+            others = [each for each in self.candidates if each is not best]
+            sentences = [messages.only_unplaced(best, others, contended=contended)]
+            return [*sentences, *self._refusal]
         if best.is_unplaced:
-            return [messages.leave_unplaced(best, _fastest(placed, contended=contended))]
+            fastest = _fastest(placed, contended=contended)
+            return [messages.leave_unplaced(best, fastest, contended=contended)]
         sentences = [
             messages.no_single_device(placed, self.problem)
             if single is None
             else messages.gain(best, single, self.lower_bound_s, contended=contended),
-            messages.against_unplaced(best, self.unplaced, contended=contended),
+            ""
+            if self.unplaced is single
+            else messages.against_unplaced(best, self.unplaced, contended=contended),
             messages.proof(placed, self.lower_bound_s),
         ]
         return [sentence for sentence in sentences if sentence]
+
+    @property
+    def _refusal(self) -> list[str]:
+        """Return why no op could be placed, where only the unplaced model was run."""
+        refused = self.extraction is not None and all(each.is_unplaced for each in self.candidates)
+        return [messages.core_refusal(self.extraction)] if refused and self.extraction else []
 
     @property
     def remarks(self) -> list[str]:
@@ -170,7 +193,7 @@ class Result:
         ]
         if contended:
             remarks.append(messages.busy_machine(self.candidates))
-        if single is not None:
+        if single is not None and not (best.is_unplaced or single.is_unplaced):
             remarks.append(messages.impossible_gain(self.speedup, single, self.lower_bound_s))
         remarks.append(messages.tie(best, self.candidates, contended=contended))
         remarks.append(messages.scatter(best))
@@ -179,13 +202,14 @@ class Result:
         if self.mispredicted is not None:
             remarks.append(messages.fitted_costs(self.mispredicted))
         if was_run:
-            remarks.append(messages.prediction_error(best, contended=contended))
+            if not best.is_unplaced:  # its costs are of no use to a search
+                remarks.append(messages.prediction_error(best, contended=contended))
             if self.extraction is not None:
-                remarks.append(messages.no_hand_over(self.problem))
+                remarks.append(messages.no_hand_over(self.problem, self.placement))
         remarks += messages.unpredicted_memory(best)
         remarks += messages.failures(self.candidates)
         if self.extraction is not None:
-            remarks += messages.extraction_remarks(self.extraction)
+            remarks += messages.extraction_remarks(self.extraction, refusal=not self._refusal)
         remarks += [messages.no_optimizer(self.problem), contention_warning(self.problem.cluster)]
         return [remark for remark in remarks if remark]
 

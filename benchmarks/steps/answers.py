@@ -14,6 +14,7 @@ from envs.problem import Problem
 from envs.runtime import Runtime, costed_problem, runtime_for
 from graphs.extract import Extraction
 from placer.api import optimize
+from placer.choose import best_single_device
 from placer.result import Result
 from placer.search.candidate import Candidate
 
@@ -53,8 +54,9 @@ class Answer:
 
     @property
     def one_core(self) -> Candidate:
-        """Return the fastest core by itself."""
-        single = self.result.single
+        """Return the fastest placement on one core."""
+        placed = [each for each in self.result.candidates if not each.is_unplaced]
+        single = best_single_device(placed)
         if single is None or single.measurement is None:
             raise RuntimeError(f"{self.name} was not run on one core")
         return single

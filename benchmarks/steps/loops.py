@@ -27,8 +27,8 @@ def loop(answers: Answers, name: str, rounds: int, found: dict[str, Any]) -> Tab
     answer = answers.of(name)
     result, extraction = answer.result, answer.extraction
     twin = step_copy(extraction.step)
-    [device] = answer.unplaced.placement.device_names
-    unplaced = UnplacedModel(replace(extraction, step=twin), len(cores_of(device)))
+    [device] = answer.unplaced.placement.used_devices
+    unplaced = UnplacedModel(replace(extraction, step=twin), cores_of(device))
     step = extraction.step
     with placer.apply(step.model, result, optimizer=step.optimizer) as placed:
         loops = [looped(placed, step), looped(unplaced, twin)]

@@ -25,7 +25,6 @@ from envs.executors.cores.instruction_lists import (
     device_lists,
 )
 from envs.executors.cores.pool import LEAD_NS, WorkerPool
-from envs.executors.process_settings import with_threads
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import (
@@ -60,7 +59,8 @@ class CoreExecutor:
 
     A placement whose worker dies, hangs or cannot run an op fails; the next one gets new workers.
 
-    Each worker may use ``limits`` {device name: bytes} of memory, by default that of its device.
+    The workers start with the first placement; the unplaced model needs none. Each may use
+    ``limits`` {device name: bytes} of memory, by default that of its device.
     Times are those of ``placed.step``, with the batch and the results; where the model cannot be
     copied, those of the workers alone. CPU-clock times include ``latency_s`` per hand-off between
     workers.
@@ -84,14 +84,19 @@ class CoreExecutor:
         device = joined_device(problem.cluster.devices)
         self.joined = None if device is None else alone(device)
         self._simulator = Simulator(problem)
-        self._step = _copy_of(extraction)
-        self._pool, self._handed = self._new_pool()
+        self._step: Workload | None = None
+        self._pool: WorkerPool | None = None
+        self._handed: HandOver | None = None
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
         if leaves_unplaced(placement):
             [device] = placement.used_devices
             return self._load_unplaced(device)
+        if refusal := self.extraction.core_refusal:
+            return Failure(reason=refusal)
+        if self._pool is None:
+            self._pool = self._new_pool()
         schedule = self._simulator.run(*placement.arrays())
         lists = device_lists(
             self.extraction.program,
@@ -109,16 +114,16 @@ class CoreExecutor:
 
     def pool(self) -> WorkerPool:
         """Return the workers; new ones if the last placement ended them."""
-        if self._pool.closed:
+        if self._pool is None or self._pool.closed:
             try:
-                self._pool, self._handed = self._new_pool()
+                self._pool = self._new_pool()
             except (WorkerError, OSError) as error:
                 raise DevicesLostError(f"no new workers could be started: {error}") from error
         return self._pool
 
     def timed(self, number: int, lists: Sequence[Sequence[Instruction]]) -> TimedStep:
         """Run the lists with this number as ``placed.step`` does, and time all of it."""
-        pool, handed, step = self._pool, self._handed, self._step
+        pool, handed, step = self.pool(), self._handed, self._step
         if handed is None or step is None:
             run = pool.run(number)
             cpu_s = cpu_clock_s(lists, run.cpu_s, self.latency_s)
@@ -137,16 +142,17 @@ class CoreExecutor:
 
     def close(self) -> None:
         """End the workers."""
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
-    def _new_pool(self) -> tuple[WorkerPool, HandOver | None]:
+    def _new_pool(self) -> WorkerPool:
         devices, timeout_s = self.problem.cluster.devices, self.step_timeout_s
         pool = once_more(lambda: _pool_with_example(self.extraction, devices, timeout_s))
-        if self._step is None:
-            return pool, None
-        handed = HandOver(pool.arena, self._step, self.extraction.outputs)
-        handed.share()
-        return pool, handed
+        self._step = self._step or _copy_of(self.extraction)
+        if self._step is not None:
+            self._handed = HandOver(pool.arena, self._step, self.extraction.outputs)
+            self._handed.share()
+        return pool
 
 
 class _PlacedStep:
@@ -214,12 +220,12 @@ class _PlacedStep:
 class _UnplacedStep:
     """The step of the unplaced model, run in this process on a copy of it.
 
-    Torch's threads have no common CPU clock, so its CPU-clock time is its wall time.
+    Several threads of torch have no common CPU clock: the CPU-clock time is then the wall time.
     """
 
     def __init__(self, extraction: Extraction, cores: Sequence[int]) -> None:
         step = step_copy(extraction.step)
-        self._model = UnplacedModel(replace(extraction, step=step), len(cores))
+        self._model = UnplacedModel(replace(extraction, step=step), cores)
         if step.optimizer is not None:
             self._model.learning_rate = 0.0
         self._step, self._cores = step, cores
@@ -232,22 +238,23 @@ class _UnplacedStep:
     def run(self) -> TimedStep | Failure:
         """Run its turn."""
         try:
-            with torch.random.fork_rng([]), pinned(self._cores), with_threads(len(self._cores)):
-                step = turn(lambda: TimedStep(wall_s=self._step_s()))
+            with torch.random.fork_rng([]), pinned(self._cores):
+                step = turn(self._timed)
         except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
             return Failure(reason=f"torch cannot run it: {error}", overfull=is_out_of_memory(error))
         time.sleep(SETTLE_S)
         return step
 
-    def _step_s(self) -> float:
+    def _timed(self) -> TimedStep:
         # copied, since a model may modify the containers that it gets
         inputs, keywords = tree_map(
             lambda leaf: leaf, (self._step.step_inputs, dict(self._step.keywords))
         )
         self._model.zero_grad(set_to_none=True)
-        start = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         self._model.step(*inputs, **keywords)
-        return time.perf_counter() - start
+        wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
+        return TimedStep(wall_s=wall_s, cpu_clock_s=cpu_s if len(self._cores) == 1 else None)
 
     def close(self) -> None:
         """Do nothing: the copy goes with this object."""

@@ -30,7 +30,7 @@ from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import cores_of, is_local_core_set, present
 from envs.measured import Measured, turn_s
 from envs.placement import Placement
-from envs.problem import Problem
+from envs.problem import Problem, without_hand_over
 from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
 from graphs.extract.placeable import gradient_makers
@@ -47,15 +47,16 @@ HELD: Final = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_by
 
 
 class CoreRuntime:
-    """The runtime of pinned cores: every op can be placed.
+    """The runtime of pinned cores: every op can be placed, or none, see ``core_refusal``.
 
-    It also simulates clusters with devices that are not on this machine.
+    A step whose ops cannot be placed runs unplaced only. It also simulates clusters with devices
+    that are not on this machine.
     """
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
         self.graph = extraction.graph
-        self.runs = extraction.step_program is not None
+        self.places = not extraction.core_refusal
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costs(
@@ -85,9 +86,9 @@ class CoreRuntime:
             costs[kind] = OpCosts.of_one_source(cost_s, SOURCE)
         return costs
 
-    def known_costs(self, cluster: Cluster) -> StepCosts | None:
+    def known_costs(self, cluster: Cluster, *, unplaced: bool = False) -> StepCosts | None:
         """Return the cached costs on cores of this machine, None unless all are cached."""
-        beside, unplaced = self._at_once(cluster), runs_unplaced(cluster.names)
+        beside, unplaced = self._at_once(cluster), unplaced or runs_unplaced(cluster.names)
         costs = core_costs(self.extraction, beside=beside, unplaced=unplaced)
         ops = costs.known(first_of_kinds(cluster.devices))
         handed, first = self._hand_over(cluster), first_of_kinds(cluster.devices[:1])
@@ -117,14 +118,14 @@ class CoreRuntime:
 
     def _hand_over(self, cluster: Cluster) -> MeasuredCosts | None:
         """Return the cost of handing over a step; None where devices are elsewhere, or unplaced."""
-        handed = self.runs and all(map(is_local_core_set, cluster.names))
+        handed = self.places and all(map(is_local_core_set, cluster.names))
         if not handed or runs_unplaced(cluster.names):
             return None
         return hand_over_costs(self.extraction)
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster without the memory that workers hold before their first step."""
-        if not self.runs or runs_unplaced(cluster.names):
+        if not self.places or runs_unplaced(cluster.names):
             return cluster
         held_bytes = self._memory.held_bytes()
         devices = tuple(
@@ -148,7 +149,7 @@ class CoreRuntime:
     ) -> Mapping[str, int] | None:
         """Return the memory of the workers; None if they cannot run the placement here."""
         names = placement.device_names
-        is_run = self.runs and placement.micro_batches == 1 and not leaves_unplaced(placement)
+        is_run = self.places and placement.micro_batches == 1 and not leaves_unplaced(placement)
         if not is_run or not all(map(is_local_core_set, names)):
             return None
         lists = device_lists(self.extraction.program, placement.devices, order, len(names))
@@ -183,15 +184,23 @@ class CoreRuntime:
         device = joined_device(cluster.devices) if len(cluster) > 1 else None
         return None if device is None else alone(device)
 
-    def unplaced_problem(
+    def unplaced_problems(
         self, problem: Problem, graph: nx.DiGraph[str], progress: ProgressCallback | None = None
-    ) -> Problem | None:
-        """Return the problem of the model on all cores together, whose costs are measured."""
-        cluster = self.joined(problem.cluster)
-        if cluster is None:
-            return None
+    ) -> list[Problem]:
+        """Return the problems of the model on all cores together, and on one of the devices.
+
+        The costs of the first are measured, those of the second are the problem's.
+        """
+        if self.places and runs_unplaced(problem.cluster.names):
+            return []
+        alone, costs = problem, self.known_costs(problem.cluster, unplaced=True)
+        if costs is not None:
+            alone = Problem.of(GraphArrays.from_graph(costs.added_to(graph)), problem.cluster)
+        alone = without_hand_over(alone)
+        if (cluster := self.joined(problem.cluster)) is None:
+            return [alone]
         costed = self.costs(cluster, progress=progress).added_to(graph)
-        return Problem.of(GraphArrays.from_graph(costed), cluster)
+        return [Problem.of(GraphArrays.from_graph(costed), cluster), alone]
 
     def apply(self, placement: Placement) -> PlacedModel | UnplacedModel:
         """Return the placed model; its workers run until it is closed."""
@@ -199,7 +208,7 @@ class CoreRuntime:
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
         if leaves_unplaced(placement):
             [device] = placement.used_devices
-            return UnplacedModel(self.extraction, len(cores_of(device)))
+            return UnplacedModel(self.extraction, cores_of(device))
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
 

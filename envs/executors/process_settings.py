@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Final
@@ -29,6 +30,24 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     return all(mallopt(parameter, value) == 1 for parameter, value in KEPT_MEMORY.items())
+
+
+@contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Let this thread run on these cores in this context, and torch with a thread on each.
+
+    Threads of torch that were started before stay where they may run.
+    """
+    allowed = os.sched_getaffinity(0)
+    with with_threads(len(cores)):
+        if allowed == set(cores):
+            yield
+            return
+        os.sched_setaffinity(0, cores)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, allowed)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The unplaced model: its own code in this process, on torch's threads or on one device."""
+"""The unplaced model: its own code in this process, on some cores or on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from envs.executors.checks import checked_rate, load_optimizer_state
 from envs.executors.hooks.mixed_devices import sent
-from envs.executors.process_settings import keep_freed_memory, with_threads
+from envs.executors.process_settings import keep_freed_memory, on_cores
 from envs.executors.state_devices import StateDevices, renew_recurrent, states_of
 from envs.executors.torch.placed_module import SHARED
 from envs.hardware.torch_devices import CPU
@@ -31,18 +31,22 @@ class UnplacedModel(nn.Module):
 
     It runs on ``device``: parameters and buffers are moved there, again if they were moved
     elsewhere since the last step, and so are the inputs of each step. The model must make its
-    other tensors there. With ``threads``, as on cores, it runs on so many of torch's threads, and
-    freed memory is kept, see :func:`keep_freed_memory`.
+    other tensors there. With ``cores`` it runs on these, with a thread of torch on each, and freed
+    memory is kept, see :func:`keep_freed_memory`.
 
     ``eval()`` of a training step makes it return what the model returns in eval mode, without
     gradients; a target may be given or left out. ``train()`` switches back.
     """
 
     def __init__(
-        self, extraction: Extraction, threads: int | None = None, *, device: torch.device = CPU
+        self,
+        extraction: Extraction,
+        cores: Collection[int] | None = None,
+        *,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__()
-        if threads is not None:
+        if cores is not None:
             keep_freed_memory()
         step = extraction.step
         states = list(dict.fromkeys(states_of(step).values()))
@@ -52,7 +56,7 @@ class UnplacedModel(nn.Module):
         renew_recurrent(self._owners)
         vars(self).update({name: vars(step.model)[name] for name in SHARED})
         self._step = step
-        self._threads = threads
+        self._cores = cores
         self._device = device
         self._modes: dict[nn.Module, bool] = {}
         self.training = step.training
@@ -88,7 +92,7 @@ class UnplacedModel(nn.Module):
             if not training:
                 step = replace(step, loss=None, training=False, optimizer=None)
                 entered.enter_context(torch.no_grad())
-            entered.enter_context(self._with_threads())
+            entered.enter_context(self._on_cores())
             entered.enter_context(autocast(step.dtype, [self._device.type]))
             return run_step(step)
 
@@ -104,7 +108,7 @@ class UnplacedModel(nn.Module):
         positional, named = self._step.unpacked(batch, keywords)
         if not (self._step.training and self.training):
             return self(*positional, **named)
-        with self._with_threads():
+        with self._on_cores():
             loss: torch.Tensor = self(*positional, **named)
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
@@ -155,8 +159,8 @@ class UnplacedModel(nn.Module):
         """
         load_optimizer_state(self._optimizer_state(), state)
 
-    def _with_threads(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._threads is None else with_threads(self._threads)
+    def _on_cores(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._cores is None else on_cores(self._cores)
 
     def _begin(self, extraction: Extraction, optimizer: torch.optim.Optimizer) -> None:
         """Set the optimizer's state to that before the first step, for the updated parameters."""

@@ -43,7 +43,7 @@ class TorchRuntime:
     Of a module graph, every module can be placed.
     """
 
-    runs: bool = True
+    places: bool = True
 
     def __init__(self, extraction: Extraction, cluster: Cluster, *, overlap: bool = False) -> None:
         self.extraction = extraction
@@ -136,14 +136,14 @@ class TorchRuntime:
     def joined(self, cluster: Cluster) -> None:
         """Return None: each device is driven for itself."""
 
-    def unplaced_problem(
+    def unplaced_problems(
         self, problem: Problem, graph: nx.DiGraph[str], progress: ProgressCallback | None = None
-    ) -> Problem:
+    ) -> list[Problem]:
         """Return the problem itself, with the factors of the unplaced model that are kept."""
         costs = self.known_costs(problem.cluster, unplaced=True)
         if costs is None:
-            return problem
-        return Problem.of(GraphArrays.from_graph(costs.added_to(graph)), problem.cluster)
+            return [problem]
+        return [Problem.of(GraphArrays.from_graph(costs.added_to(graph)), problem.cluster)]
 
     def apply(self, placement: Placement) -> PlacedModule | HookedModule | UnplacedModel:
         """Return the placed module, one whose own code runs between hooks, or the model itself."""

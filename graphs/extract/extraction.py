@@ -109,21 +109,21 @@ class Extraction:
 
     @property
     def core_refusal(self) -> str:
-        """Return why pinned cores cannot run a placed step on any data, "" if they can."""
-        name = type(self.step.model).__name__
+        """Return why ops cannot be placed on pinned cores and run on any data, "" if they can."""
+        ops = f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores"
         if self.step_program is None:
             return (
-                f"the graph of {name} is of its modules: it can be placed by simulation, but there "
-                "is no program that runs the placed step on pinned cores (core:N); on cuda:N and "
-                "cpu the model's own code does"
+                f"{ops} (core:N), since its graph is of its modules and workers have no program to "
+                "run; on cuda:N and cpu its modules can be placed, where its own code runs"
             )
         if not self.depends_on_data:
             return ""
         return (
-            f"{name} reads values of tensors ({shown_lines(self.depends_on_data)}), and what it "
-            "does next was recorded for the example inputs only: on other data the placed step "
-            f"would be wrong. {IN_LIBRARY if self._reads_in_library else IN_OWN_CODE}; or place "
-            "its modules on cuda:N and cpu, where its own code runs (extractor modules)"
+            f"{ops} (core:N), since it reads values of tensors "
+            f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for the "
+            "example inputs only: on other data the placed step would be wrong. "
+            f"{IN_LIBRARY if self._reads_in_library else IN_OWN_CODE}; or place its modules on "
+            "cuda:N and cpu, where its own code runs (extractor modules)"
         )
 
     @property

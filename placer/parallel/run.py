@@ -182,9 +182,11 @@ def occupy(local: Placement) -> None:
     """Keep this process to the cores of its replica, with a thread on each if it is unplaced."""
     if not all(map(is_core, local.device_names)):
         return
-    cores = {core for name in local.device_names for core in cores_of(name)}
+    unplaced = leaves_unplaced(local)
+    names = local.used_devices if unplaced else local.device_names
+    cores = {core for name in names for core in cores_of(name)}
     os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores) if leaves_unplaced(local) else 1)
+    torch.set_num_threads(len(cores) if unplaced else 1)
 
 
 @contextmanager

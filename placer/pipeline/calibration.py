@@ -24,20 +24,20 @@ class Calibration:
     """Factors of op costs that explain runs of candidates."""
 
     factors: Factors  # of the problem's costs, {device kind: {class of ops: factor}}
-    unplaced_factors: Factors  # of the costs of the unplaced model; none if it did not run
+    unplaced_factors: Sequence[Factors]  # of each problem of the unplaced model; {} if not run
     mispredicted: Candidate | None  # whose prediction was off, by the costs without the factors
 
-    def keep(self, runtime: Runtime, problem: Problem, unplaced: Problem | None) -> None:
+    def keep(self, runtime: Runtime, problem: Problem, unplaced: Sequence[Problem]) -> None:
         """Keep the factors with the costs that made the problems."""
         runtime.keep_factors(problem.cluster, self.factors)
-        if unplaced is not None:
-            runtime.keep_factors(unplaced.cluster, self.unplaced_factors, unplaced=True)
+        for each, factors in zip(unplaced, self.unplaced_factors, strict=True):
+            runtime.keep_factors(each.cluster, factors, unplaced=True)
 
 
 def calibration_of(
     candidates: Sequence[Candidate],
     problem: Problem,
-    unplaced: Problem | None,
+    unplaced: Sequence[Problem],
     *,
     is_last: bool = False,
 ) -> Calibration | None:
@@ -47,20 +47,24 @@ def calibration_of(
     """
     ran = [each for each in candidates if each.measurement and each.can_run and not each.eliminated]
     placed = [each for each in ran if not each.is_unplaced]
-    if not placed or runs_contended(ran):
+    if not (ran if is_last else placed) or runs_contended(ran):
         return None
     factors = fitted_factors(
         problem,
         [each.placement for each in placed],
         [each.ranking_s(contended=False) for each in placed],
     )
-    of_unplaced = {}
-    whole = next((each for each in ran if each.is_unplaced), None)
-    if unplaced is not None and whole is not None:
-        found = unplaced_factors(whole.predicted_s, whole.ranking_s(contended=False))
-        of_unplaced = {unplaced.cluster.devices[whole.devices[0]].kind: found}
     return Calibration(
         factors=factors,
-        unplaced_factors=of_unplaced,
+        unplaced_factors=[_unplaced_factors(ran, each) for each in unplaced],
         mispredicted=mispredicted(ran, INEXACT if is_last else OFF, is_last=is_last),
     )
+
+
+def _unplaced_factors(ran: Sequence[Candidate], problem: Problem) -> Factors:
+    """Return the factors of the unplaced model that solves a problem; {} if it did not run."""
+    for each in ran:
+        if each.is_unplaced and each.placement.device_names == problem.cluster.names:
+            found = unplaced_factors(each.predicted_s, each.ranking_s(contended=False))
+            return {problem.cluster.devices[each.devices[0]].kind: found}
+    return {}

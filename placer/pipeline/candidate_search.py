@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,9 @@ class CandidateSearch:
     def candidates(
         self, problem: Problem, search_trace: SearchTrace, budget: Budget
     ) -> list[Candidate]:
-        """Return the predicted candidates of a search."""
+        """Return the predicted candidates of a search, none where ops cannot be placed."""
+        if not self.places:
+            return []
         began = time.perf_counter()
         config, searched = self.config, problem
         if self.coarse is not None:
@@ -75,21 +78,32 @@ class CandidateSearch:
         self.duration_s += time.perf_counter() - began
         return predicted
 
-    def unplaced(self, problem: Problem | None) -> list[Candidate]:
-        """Return the unplaced model on the first device that it fits on, the CPU last.
+    @property
+    def places(self) -> bool:
+        """Return whether what runs the candidates, if anything does, can run placements."""
+        return self.runtime is None or self.runtime.places or self.config.backend is not None
 
-        There is none without its problem, if it cannot be run.
+    def unplaced(self, problems: Sequence[Problem]) -> list[Candidate]:
+        """Return the unplaced model of each problem on the first device that it fits on, CPU last.
+
+        All but the first are named by their device.
         """
-        if problem is None:
-            return []
-        order = -np.arange(problem.op_count, dtype=np.float64)
-        evaluator, names = Evaluator(problem), problem.cluster.names
-        candidates = [
-            evaluator.candidate(Kind.UNPLACED, np.full(len(order), d, np.int32), order)
-            for d in sorted(range(len(names)), key=lambda d: names[d] == "cpu")
-        ]
-        fitting = (each for each in candidates if each.step_ns < INFEASIBLE_NS)
-        return [self._predicted(next(fitting, candidates[0]), Simulated(problem))]
+        found: list[Candidate] = []
+        for problem in problems:
+            order = -np.arange(problem.op_count, dtype=np.float64)
+            evaluator, names = Evaluator(problem), problem.cluster.names
+            candidates = [
+                evaluator.candidate(
+                    Kind.UNPLACED,
+                    np.full(len(order), d, np.int32),
+                    order,
+                    name=f"{Kind.UNPLACED.value} {names[d]}" if found else "",
+                )
+                for d in sorted(range(len(names)), key=lambda d: names[d] == "cpu")
+            ]
+            fitting = (each for each in candidates if each.step_ns < INFEASIBLE_NS)
+            found.append(self._predicted(next(fitting, candidates[0]), Simulated(problem)))
+        return found
 
     def predicted_again(self, candidate: Candidate, problem: Problem) -> Candidate:
         """Return a candidate of an earlier search with its prediction by other costs."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from envs.backend import Backend
 from envs.compiled import loading_stage
 from envs.costs.factors import fitted_source
@@ -22,8 +24,8 @@ from envs.simulator.bounds import missing_link
 from envs.simulator.fitting import scaled_problem
 from envs.simulator.reasons import memory_shortfall
 from graphs.coarsen.groups import Coarsened
-from placer.choose import PlacementError, choose, overfull, worth_running, worth_running_too
-from placer.costed_step import costed_step, unplaced_problem
+from placer.choose import PlacementError, choose, overfull, worth_running_too
+from placer.costed_step import costed_step, unplaced_problems
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline.calibration import Calibration, calibration_of
@@ -65,7 +67,7 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
         return _Optimization(
             problem=step.problem,
             search=search,
-            unplaced=unplaced_problem(step, job, progress),
+            unplaced=unplaced_problems(step, job, progress),
             extraction=step.extraction,
             cost_source=step.graph.graph["cost_source"],
         ).run()
@@ -92,7 +94,7 @@ class _Optimization:
 
     problem: Problem
     search: CandidateSearch
-    unplaced: Problem | None = None  # of the same step on the one device of the unplaced model
+    unplaced: list[Problem] = field(default_factory=list)  # of the same step, left unplaced
     extraction: Extraction | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
@@ -168,7 +170,7 @@ class _Optimization:
             smaller, search_trace = _with_less_memory(self.problem, share), SearchTrace()
             found = search.candidates(smaller, search_trace, search.config.search_budget)
             candidates = found + search.unplaced(self.unplaced)
-            if not worth_running(candidates, smaller.cluster):
+            if not any(np.isfinite(each.predicted_s) for each in found):
                 return
             # Runs are only compared with runs of the same rounds.
             failed = [each for each in self.candidates if each.failure]
@@ -200,8 +202,10 @@ class _Optimization:
             return
         self.mispredicted = self.mispredicted or fit.mispredicted
         self.problem = scaled_problem(self.problem, fit.factors)
-        if self.unplaced is not None:
-            self.unplaced = scaled_problem(self.unplaced, fit.unplaced_factors)
+        self.unplaced = [
+            scaled_problem(each, factors)
+            for each, factors in zip(self.unplaced, fit.unplaced_factors, strict=True)
+        ]
         self.candidates = [
             self.search.predicted_again(each, self._problem_of(each)) for each in self.candidates
         ]
@@ -215,7 +219,9 @@ class _Optimization:
         return max(bound_s, *(each + hand_over_s for each in self.bounds_s), 0.0)
 
     def _problem_of(self, candidate: Candidate) -> Problem:
-        return self.unplaced if candidate.is_unplaced and self.unplaced else self.problem
+        problems = self.unplaced if candidate.is_unplaced else []
+        names = candidate.placement.device_names
+        return next((each for each in problems if each.cluster.names == names), self.problem)
 
     def _result(self, measuring_s: float) -> Result:
         best, search = choose(self.candidates), self.search

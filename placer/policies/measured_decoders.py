@@ -87,11 +87,8 @@ class MeasuredDecoders:
         report("extracting the graph")
         extraction = extract(step)
         runtime = runtime_for(extraction, cluster)
-        if not runtime.runs:
-            raise ExtractionError(
-                "only the modules of this model were extracted: cuda:N and cpu can run them, "
-                "core:N cannot"
-            )
+        if not runtime.places:
+            raise ExtractionError(extraction.core_refusal)
         report("measuring op costs")
         cluster = cluster if cluster.links else calibrated(cluster)
         graph = costed(runtime, runtime.graph, cluster)

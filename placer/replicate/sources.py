@@ -45,7 +45,7 @@ class StepSource:
     def runs_on_cores(self) -> bool:
         """Return whether replicas train on several core sets of this machine and may be run."""
         names = self.whole.cluster.names
-        may_run = bool(self.job.search.measure) and self.trains and self.whole.can_run
+        may_run = bool(self.job.search.measure) and self.trains and self.whole.can_run_placed
         return may_run and len(names) > 1 and all(map(is_core, names))
 
     def gradients(self, graph: GraphArrays) -> Gradients:

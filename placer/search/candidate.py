@@ -8,6 +8,7 @@ from enum import Enum
 
 import numpy as np
 
+from envs.hardware.core_sets import has_several_cores, is_core_set
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Floats, Ints
@@ -89,6 +90,26 @@ class Candidate:
     def is_unplaced(self) -> bool:
         """Return whether it is the model as it is; its placement has a device of its own."""
         return self.kind is Kind.UNPLACED
+
+    @property
+    def is_on_one_device(self) -> bool:
+        """Return whether it is on one device of the cluster, placed or not."""
+        return self.is_single or (self.is_unplaced and not self.is_on_threads)
+
+    @property
+    def is_on_threads(self) -> bool:
+        """Return whether it is the unplaced model with torch's threads on several cores."""
+        if not self.is_unplaced:
+            return False
+        [device] = self.placement.used_devices
+        return is_core_set(device) and has_several_cores(device)
+
+    def is_comparable(self, *, contended: bool) -> bool:
+        """Return whether its measured time can be compared with those of placements.
+
+        On a busy machine CPU-clock times are compared, which several threads of torch do not have.
+        """
+        return not (contended and self.is_on_threads)
 
     @property
     def simplicity(self) -> int:

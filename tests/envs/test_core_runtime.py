@@ -16,14 +16,13 @@ import torch
 
 from envs.backend import measurements
 from envs.core_runtime import CoreExecutor, CoreRuntime
-from envs.core_runtime.runtime import FEWEST_ROUNDS
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.hand_over import HandOver
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.memory import WorkerMemory
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cluster import Link
-from envs.hardware.discover import cores_of, discover, present
+from envs.hardware.discover import discover
 from envs.measured import Failure, Measured, TimedStep
 from envs.measurement import MemoryExcess
 from envs.placement import Placement
@@ -253,55 +252,6 @@ def test_workers_are_warmed_up_once_and_by_no_turn(monkeypatch: pytest.MonkeyPat
         executor.close()
 
 
-def unplaced_placement(runtime: CoreRuntime, problem: Problem) -> Placement:
-    cluster = runtime.joined(problem.cluster)
-    assert cluster is not None
-    zeros = np.zeros(problem.op_count)
-    return Placement.of(problem.graph, cluster, zeros.astype(np.int32), zeros)
-
-
-def test_a_runtime_measures_placements_and_the_unplaced_model() -> None:
-    extraction, problem = small_problem()
-    runtime = CoreRuntime(extraction, problem.cluster)
-    unplaced = unplaced_placement(runtime, problem)
-    assert cores_of(*unplaced.device_names) == (CORES[0], CORES[-1])
-    before = torch.get_num_threads(), torch.get_rng_state(), os.sched_getaffinity(0)
-    state = {name: t.clone() for name, t in extraction.step.named_state().items()}
-    with runtime.backend(problem, [1.0]) as backend:
-        results = backend.evaluate([candidates(problem)[1], unplaced])
-    placed, runs = measurements(results)
-    assert len(runs.wall_s) == len(placed.wall_s) == FEWEST_ROUNDS
-    assert not runs.has_cpu_clock
-    assert before[0] == torch.get_num_threads()
-    assert before[2] == os.sched_getaffinity(0)
-    assert torch.equal(before[1], torch.get_rng_state())
-    now = extraction.step.named_state()
-    assert all(torch.equal(now[name], tensor) for name, tensor in state.items())
-    assert all(tensor.grad is None for tensor in now.values())
-
-
-def test_an_unplaced_model_that_fails_fails_alone(
-    backend: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of luck")
-
-    assert isinstance(backend.executor, CoreExecutor)
-    runtime = CoreRuntime(backend.executor.extraction, backend.problem.cluster)
-    placements = [candidates(backend.problem)[0], unplaced_placement(runtime, backend.problem)]
-    for where in ("run_step", "_torch_optimizer"):
-        monkeypatch.setattr(f"envs.executors.unplaced.{where}", fail)
-    placed, unplaced = backend.evaluate(placements)
-    assert placed.feasible
-    assert "out of luck" in unplaced.why
-
-
-def test_one_core_has_no_unplaced_model_beside_it() -> None:
-    extraction, problem = small_problem()
-    runtime = CoreRuntime(extraction, problem.cluster)
-    assert runtime.joined(present([f"core:{CORES[0]}"])) is None
-
-
 def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[WorkerPool] = []
 
@@ -315,8 +265,10 @@ def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("envs.core_runtime.executor.WorkerPool", Seen)
     monkeypatch.setattr("envs.core_runtime.executor.load_example", fail)
-    with pytest.raises(KeyboardInterrupt):
-        CoreExecutor(*small_problem())
+    extraction, problem = small_problem()
+    executor = CoreExecutor(extraction, problem)
+    with Measured(executor) as measured, pytest.raises(KeyboardInterrupt):
+        measured.evaluate(candidates(problem))
     assert started[0].closed
 
 

@@ -29,7 +29,7 @@ from graphs.extract import Workload, extract
 from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays, add_op, new_graph
 from placer.cli.main import main
-from placer.costed_step import costed_step, unplaced_problem
+from placer.costed_step import costed_step, unplaced_problems
 from placer.interrupt import Interrupt
 from placer.job import Constraints, Job, SearchConfig
 from placer.pipeline.candidate_search import CandidateSearch
@@ -302,9 +302,9 @@ def test_pins_exclude_the_unplaced_model() -> None:
     step = workload()
     free, pinned = job_of(step), job_of(step, left="cpu")
     costed = costed_step(free, Silent())
-    assert unplaced_problem(costed, free, Silent()) is not None
+    assert len(unplaced_problems(costed, free, Silent())) == 1
     graph = pinned.constraints.applied_to(costed.graph, costed.cluster)
-    assert unplaced_problem(replace(costed, graph=graph), pinned, Silent()) is None
+    assert unplaced_problems(replace(costed, graph=graph), pinned, Silent()) == []
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_it_is_unplaced_on_the_first_device_that_it_fits_on(
     with Interrupt() as interrupt:
         config = SearchConfig(policy=None)
         search = CandidateSearch(config=config, interrupt=interrupt, progress=Silent())
-        [candidate] = search.unplaced(problem)
+        [candidate] = search.unplaced([problem])
     assert candidate.devices.tolist() == [expected]
     assert candidate.placement.unplaced
     assert np.isfinite(candidate.predicted_s) is np.bool_(sizes["cpu"] > 50)
@@ -337,13 +337,11 @@ def test_factors_of_the_unplaced_model_change_its_prediction_only() -> None:
     runtime = runtime_for(extraction, pair())
     for _ in range(4):  # three profiles make costs known
         problem = costed_problem(runtime, pair())
-    before = runtime.unplaced_problem(problem, runtime.graph)
-    assert before is not None
+    [before] = runtime.unplaced_problems(problem, runtime.graph)
     np.testing.assert_allclose(before.cost_ns, problem.cost_ns)
     kinds = {device.kind: {"matrix product": 2.0} for device in problem.cluster.devices}
     runtime.keep_factors(problem.cluster, kinds, unplaced=True)
-    after = runtime.unplaced_problem(problem, runtime.graph)
-    assert after is not None
+    [after] = runtime.unplaced_problems(problem, runtime.graph)
     assert after.cost_ns.sum() > before.cost_ns.sum()
     np.testing.assert_array_equal(costed_problem(runtime, pair()).cost_ns, problem.cost_ns)
 

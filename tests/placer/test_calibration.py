@@ -199,10 +199,10 @@ class Stopwatch:
     ) -> list[StepResult]:
         results = []
         for placement in placements:
-            if placement.device_names == self.simulated.problem.cluster.names:
-                results += self.simulated.evaluate([placement], progress)
-            else:
+            if placement.unplaced:
                 results.append(StepResult(step_s=UNPLACED_S, peak_memory_bytes={}))
+            else:
+                results += self.simulated.evaluate([placement], progress)
         return results
 
 

@@ -34,7 +34,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.families import draw
 from placer.choose import PlacementError
 from placer.cli.main import main
-from placer.costed_step import costed_step, unplaced_problem
+from placer.costed_step import costed_step, unplaced_problems
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job, optimize_problem
 from placer.progress import Silent
@@ -190,13 +190,14 @@ def test_a_placement_on_one_set_of_cores_is_the_model_as_it_is(tmp_path: Path) -
 def test_the_unplaced_model_is_a_candidate_unless_pins_forbid_it_or_nothing_is_run() -> None:
     job = Job.of(tiny_models.conv_net(), "core:0,core:1", search=SearchConfig(measure=False))
     step = costed_step(job, Silent())
-    assert unplaced_problem(step, job, Silent()) is None
+    assert unplaced_problems(step, job, Silent()) == []
     runs = replace(job, search=SearchConfig())
-    unplaced = unplaced_problem(step, runs, Silent())
-    assert unplaced is not None
-    assert unplaced.cluster.names == ("core:0-1",)
+    joined, alone = unplaced_problems(step, runs, Silent())
+    assert joined.cluster.names == ("core:0-1",)
+    assert alone.cluster.names == ("core:0", "core:1")
+    assert (joined.graph.hand_over_s, alone.graph.hand_over_s) == (0.0, 0.0)
     graph = placer.Constraints(pins={"*": "core:0"}).applied_to(step.graph, step.cluster)
-    assert unplaced_problem(replace(step, graph=graph), runs, Silent()) is None
+    assert unplaced_problems(replace(step, graph=graph), runs, Silent()) == []
 
 
 @pytest.mark.slow

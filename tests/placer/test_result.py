@@ -16,7 +16,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from graphs.extract import extract
 from graphs.graph import GraphArrays, add_op, new_graph
-from placer.choose import MEASURED_CANDIDATES, PlacementError, choose, worth_running
+from placer.choose import MEASURED_CANDIDATES, PlacementError, choose, finalists, worth_running
 from placer.messages import extraction_remarks
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind, Prediction
@@ -118,6 +118,71 @@ def test_without_measurements_the_prediction_decides_and_then_simplicity() -> No
     assert ranked == sorted(set(ranked))
     assert choose([candidate(UNPLACED, 0.5), etf]) is etf, "it is an answer only where it was run"
     assert set(simplicity[len(ranked) :]) == {ranked[-1] + 1}
+
+
+def unplaced(device: str, wall_s: float, cpu_clock_s: float | None = None) -> Candidate:
+    """Return the unplaced model on a core or several, with these times in three runs."""
+    times = np.full(3, wall_s)
+    whole = np.zeros(2, np.int32)
+    cluster = Cluster(name="one", devices=(Device(name=device, kind="x", memory_bytes=10),))
+    made = candidate(UNPLACED, 1.0, [wall_s] * 3, name=f"unplaced {device}")
+    assert made.prediction is not None
+    placement = Placement.of(TWO_OPS, cluster, whole, made.priority)
+    return replace(
+        made,
+        devices=whole,
+        prediction=replace(made.prediction, placement=replace(placement, unplaced=True)),
+        measurement=Measurement(wall_s=times, cpu_clock_s=np.full(3, cpu_clock_s or wall_s)),
+    )
+
+
+def busy(kind: Kind, cpu_clock_s: float) -> Candidate:
+    """Return a candidate that other processes slowed down to half of its speed."""
+    made = candidate(kind, cpu_clock_s, [2 * cpu_clock_s] * 3)
+    assert made.measurement is not None
+    return replace(made, measurement=replace(made.measurement, cpu_clock_s=np.full(3, cpu_clock_s)))
+
+
+def test_of_two_unplaced_models_the_faster_one_counts() -> None:
+    alone, joined = unplaced("core:0", 1.0), unplaced("core:0-1", 1.5)
+    slow, single = candidate(HEFT, 1.0, [1.1] * 3), candidate(SINGLE, 1.0, [3.0] * 3)
+    both = [joined, alone, slow, single]
+    assert choose(both) is alone
+    assert finalists(both) == [slow, alone], "a program slower than its model is no baseline"
+    result = result_of(both)
+    assert result.unplaced is result.single is alone
+    assert result.speedup_of(slow) == pytest.approx(1 / 1.1)
+    fast = candidate(HEFT, 1.0, [0.5] * 3)
+    assert choose([joined, alone, fast, single]) is fast
+    alone, joined = unplaced("core:0", 1.5), unplaced("core:0-1", 1.0)
+    result = result_of([joined, alone, slow, single])
+    assert result.best is result.unplaced is joined
+    assert result.single is alone, "torch's threads on both cores are no single device"
+    assert result.speedup == 1.5
+
+
+def test_on_a_busy_machine_the_unplaced_model_on_one_core_is_compared_by_its_cpu_clock() -> None:
+    alone, joined = unplaced("core:0", 4.0, cpu_clock_s=2.0), unplaced("core:0-1", 1.0)
+    placed, single = busy(HEFT, 1.5), busy(SINGLE, 3.0)
+    result = result_of([joined, alone, placed, single])
+    assert result.contended
+    assert result.best is placed
+    assert result.single is result.unplaced is alone
+    assert result.speedup == pytest.approx(2.0 / 1.5)
+    assert np.isnan(result.speedup_of(joined))
+    assert choose([joined, alone, busy(HEFT, 2.5), single]) is alone
+    assert choose([joined, alone]) is joined, "without a placement wall times decide"
+
+
+def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -> None:
+    result = result_of([unplaced("core:0-1", 1.0), unplaced("core:0", 1.5)])
+    assert result.verdict == (
+        "Leave the model unplaced, on core:0-1: 1.50x faster than on core:0, measured."
+    )
+    assert result_of([unplaced("core:0", 1.5)]).verdict == "Leave the model unplaced, on core:0."
+    assert worth_running([unplaced("core:0", 1.5)], PAIR) == [0]
+    predicted = replace(unplaced("core:0", 1.5), measurement=None)
+    assert choose([predicted]) is predicted
 
 
 def test_where_nothing_can_run_the_error_has_the_nearest_reason() -> None:

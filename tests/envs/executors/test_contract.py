@@ -81,7 +81,7 @@ def place(executor: str) -> Iterator[Place]:
         elif executor == "calls":
             made_here.append(by_calls(extract(step), devices, seed))
         elif executor == "unplaced":
-            made_here.append(UnplacedModel(extract(step), threads=1))
+            made_here.append(UnplacedModel(extract(step), cores=CORES[:1]))
         elif executor == "elsewhere":
             made_here.append(UnplacedModel(extract(step), device=devices[1]))
         else:

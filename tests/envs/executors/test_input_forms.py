@@ -68,7 +68,7 @@ FORMS = {
 RUNNERS: dict[str, Callable[[Workload], Any]] = {
     "torch devices": lambda step: by_calls(extract(step), ["cpu"]),
     "hooks": lambda step: by_modules(extract(step, "modules"), ["cpu"]),
-    "unplaced": lambda step: UnplacedModel(extract(step), 1),
+    "unplaced": lambda step: UnplacedModel(extract(step), CORES[:1]),
 }
 
 

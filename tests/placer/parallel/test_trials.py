@@ -93,7 +93,7 @@ def gradients_under_ddp() -> tuple[Tensor, Tensor]:
     batches: list[Batch] = [((torch.randn(4, 6), torch.randn(4, 4)), {}) for _ in range(2)]
     extraction = extract(Workload.of(model, batches[0][0], F.mse_loss))
     own = [grad(F.mse_loss(model(x), y), model.used.weight)[0] for (x, y), _ in batches]
-    unplaced = UnplacedModel(extraction, threads=1)
+    unplaced = UnplacedModel(extraction, cores=[min(os.sched_getaffinity(0))])
     trained = under_ddp(unplaced, lambda each: torch.optim.SGD(each, lr=0.0), batches[0])
     for _ in range(2):  # DDP notices unused parameters in the second step
         trained.zero_grad()
