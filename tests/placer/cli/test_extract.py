@@ -197,15 +197,17 @@ def test_a_forced_extractor_falls_back_to_nothing(
     assert error in capsys.readouterr().err
 
 
-def test_a_graph_of_modules_is_optimized_by_the_simulator(
+def test_a_graph_of_modules_is_measured_unplaced_on_cores(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "placement.json"
     arguments = ["optimize", f"{model}:build", "--extractor", "modules", "--devices", CORE]
     options = ["--budget", "20e", "--policy", "none", "--out", str(out)]
     optimized = json_of(capsys, *arguments, *options)
-    assert (optimized["extractor"], optimized["measured"]) == ("modules", None)
+    assert optimized["extractor"] == "modules"
+    assert optimized["measured"] is not None
     placement = json.loads(out.read_text())
+    assert placement["unplaced"] is True
     assert set(placement["devices"]) >= {"0:Linear", "1:ReLU", "0:backward/Linear"}
 
 
