@@ -3,7 +3,8 @@
 Torch finds tensors in pytrees: tuples, lists, dicts and registered classes. Of any other object a
 trace would keep the tensors as constants, so that a placed step would go on computing the first
 batch. Objects that are nothing but their attributes or items are registered as pytrees, whose
-leaves these are; of others the step is refused.
+leaves these are; of others the step is refused, and so are arrays of numpy. Objects without tensors
+are constants of a placed step: :func:`snapshot` shows whether they have changed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.utils._pytree import (
     GetAttrKey,
@@ -28,9 +30,27 @@ from torch.utils._pytree import (
     tree_is_leaf,
 )
 
+Found = TypeVar("Found")
 PYTHON_CLASS: Final = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: only such classes have slots that are attributes of their objects."""
 STATE_METHODS: Final = ("__copy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that never change, and that a placed step can return."""
+
+
+def array_refusal(tree: Any, name: str) -> str:
+    """Return why the arrays of numpy in a tree cannot be inputs, "" if it holds none."""
+    for path, leaf in leaves_with_paths(tree):
+        if type(leaf) in PLAIN or isinstance(leaf, torch.Tensor):
+            continue
+        if any(True for _ in _instances_within(leaf, np.ndarray)):
+            holds = "is" if isinstance(leaf, np.ndarray) else f"({type(leaf).__name__}) holds"
+            return (
+                f"{name}{keystr(path)} {holds} an array of numpy, which would stay as it is in "
+                "every placed step; give a tensor: torch.from_numpy(x)"
+            )
+    return ""
 
 
 def flatten_objects(tree: Any, name: str) -> str:
@@ -56,10 +76,16 @@ def holds_tensors(value: Any) -> bool:
 
 def tensors_within(value: Any, skipped: type | tuple[type, ...] = ()) -> Iterator[torch.Tensor]:
     """Yield every tensor that an object holds at any depth, except in objects of some classes."""
+    return _instances_within(value, torch.Tensor, skipped)
+
+
+def _instances_within(
+    value: Any, kind: type[Found], skipped: type | tuple[type, ...] = ()
+) -> Iterator[Found]:
     queue, known = [value], {id(value): value}
     while queue:
         one = queue.pop()
-        if isinstance(one, torch.Tensor):
+        if isinstance(one, kind):
             yield one
         elif not isinstance(one, skipped):
             new = {id(part): part for part in _inside(one) if id(part) not in known}

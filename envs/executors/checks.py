@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphs.arguments import leaves_by_path
@@ -57,6 +58,10 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _check(path: str, leaf: object, example: object) -> None:
+    if isinstance(leaf, np.ndarray):
+        raise ValueError(
+            f"input {path} of the batch is an array of numpy: give torch.from_numpy(x)"
+        )
     if not isinstance(example, torch.Tensor):
         if leaf is not example and (isinstance(leaf, torch.Tensor) or leaf != example):
             raise ValueError(

@@ -46,10 +46,9 @@ from graphs.extract.model_state import (
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.value_reads import readable
-from graphs.inputs import flatten_objects, tensors_within
+from graphs.inputs import PLAIN, flatten_objects, tensors_within
 from graphs.workload import ExtractionError, LossModule, Workload
 
-PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
 ONLY_SHAPES: Final = ("_like", "aten::new_")

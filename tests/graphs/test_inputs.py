@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -225,3 +226,27 @@ def test_the_example_does_not_follow_changes_of_the_callers_object() -> None:
     step = Workload.of(nn.Identity(), ([batch],), training=False)
     batch.x = Y
     assert step.inputs[0][0].x is X
+
+
+ARRAY = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((X, ARRAY), r"input \[1\] is an array of numpy.*torch\.from_numpy"),
+        ({"x": X, "mask": ARRAY}, r"input \['mask'\] is an array"),
+        ((X, {"masks": [ARRAY]}), r"input \[1\]\['masks'\]\[0\] is an array"),
+        ((X, Batch(ARRAY)), r"input \[1\].* an array of numpy"),  # type: ignore[arg-type]
+        ((X, SimpleNamespace(inner=Holder(x=ARRAY))), r"\(SimpleNamespace\) holds an array"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_arrays_of_numpy_are_refused(inputs: Any, message: str, training: bool) -> None:
+    with pytest.raises(StepError, match=message):
+        Workload.of(nn.Identity(), inputs, training=training)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    step = Workload.of(nn.Identity(), (X, np.float32(2), np.int64(3)), training=False)
+    assert step.inputs[1:] == (2.0, 3)

@@ -72,6 +72,15 @@ RUNNERS: dict[str, Callable[[Workload], Any]] = {
 }
 
 
+def placed_by(runner: str, step: Workload) -> Any:
+    """Place a step on torch devices or cores; a machine with one core skips the test."""
+    if runner != "cores":
+        return RUNNERS[runner](step)
+    if len(CORES) < 2:
+        pytest.skip("needs two cores")
+    return on_cores(extract(step))
+
+
 def model_of(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(1)
     return kind()
@@ -180,3 +189,12 @@ def test_an_unclear_target_is_refused(
         Workload.of(model_of(kind), inputs, F.mse_loss)
     label = {name: value for name, value in inputs.items() if name == "x"}
     assert Workload.of(model_of(kind), label, F.mse_loss, target=Y).inputs == (Y,)
+
+
+@pytest.mark.parametrize("runner", ["torch devices", "cores"])
+def test_an_array_of_numpy_in_a_batch_is_refused(runner: str) -> None:
+    model = Plain(lambda m, x, scale: m.a(x) * scale, a=nn.Linear(6, 6))
+    with placed_by(runner, Workload.of(model, (X, 2.0), training=False)) as placed:
+        for batch in ((X.numpy(), 2.0), (X, X.numpy())):
+            with pytest.raises(ValueError, match=r"array of numpy: give torch\.from_numpy"):
+                placed.step(*batch)
