@@ -9,10 +9,12 @@ are constants of a placed step: :func:`snapshot` shows whether they have changed
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from enum import Enum
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -37,6 +39,8 @@ STATE_METHODS: Final = ("__copy__", "__setstate__", "__getnewargs__", "__getnewa
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that never change, and that a placed step can return."""
+FIXED: Final = (type, ModuleType, Enum, np.generic, torch.layout, torch.memory_format)
+"""Further ones that never change."""
 
 
 def array_refusal(tree: Any, name: str) -> str:
@@ -167,6 +171,50 @@ def _attributes(value: Any) -> dict[str, Any]:
     with suppress(AttributeError):
         found |= object.__getattribute__(value, "__dict__")
     return found
+
+
+# --- objects without tensors
+
+
+def snapshot(value: Any) -> Any:
+    """Return what an object without tensors holds, in tuples: equal ones hold the same.
+
+    The state of an object is what pickle would store of it, at any depth. Functions, classes and
+    modules are themselves, with what functions have in their closures.
+
+    Raises:
+        TypeError: it holds what cannot be stored, such as a generator or a lock.
+    """
+    return _held(value, {})
+
+
+def _held(value: Any, known: dict[int, tuple[int, Any]]) -> Any:
+    if type(value) in PLAIN or isinstance(value, FIXED):
+        return value
+    if id(value) in known:
+        return known[id(value)][0]
+    known[id(value)] = len(known), value  # keeps it alive, as ids may be reused
+    parts: Iterable[Any]
+    match value:
+        case torch.Tensor():  # in what is stored of an object
+            parts = value.flatten().tolist()
+        case set() | frozenset():
+            parts = sorted((_held(part, known) for part in value), key=repr)
+        case FunctionType():
+            return value, tuple(_held(part, known) for part in (*_inside(value), value.__dict__))
+        case _ if type(value) in (tuple, list, torch.Size):
+            parts = [_held(part, known) for part in value]
+        case _ if type(value) is dict:
+            parts = [(_held(key, known), _held(part, known)) for key, part in value.items()]
+        case _:
+            reduce = copyreg.dispatch_table.get(type(value))
+            stored: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
+            if isinstance(stored, str):  # the name of a single object
+                return value
+            function, arguments, *rest = stored
+            contents = [list(part) if isinstance(part, Iterator) else part for part in rest]
+            parts = [function, *(_held(part, known) for part in (arguments, *contents))]
+    return type(value), tuple(parts)
 
 
 # --- kinds of objects

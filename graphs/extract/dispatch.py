@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,22 +38,24 @@ from graphs.extract.errors import (
 from graphs.extract.export.trace import Position, cell_by_cell, constants_of
 from graphs.extract.fx_nodes import written_arguments
 from graphs.extract.model_state import (
+    check_not_replaced,
     check_same_form,
+    replaced,
     substituted,
+    tensor_attributes,
     tracing,
     with_distinct_inputs,
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.value_reads import readable
-from graphs.inputs import PLAIN, flatten_objects, tensors_within
+from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
 ONLY_SHAPES: Final = ("_like", "aten::new_")
 """In names of ops that use only the shape of their input, not its values."""
-OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
 
 
 def record(step: Workload) -> Traced:
@@ -128,7 +130,7 @@ class _Recording:
         mode = get_proxy_mode()
         assert mode is not None
         recorder = Recorder(self.step, mode.tracer.graph)
-        attributes = _tensor_attributes(self.step)
+        attributes = tensor_attributes(module_paths(self.step))
         with (
             substituted(self.step, lambda t: by_id.get(id(t), t)),
             recorder.calls.followed(),
@@ -140,7 +142,7 @@ class _Recording:
                 with autocast(self.step.dtype):
                     output = self.step.model(*inputs, **keywords)
                 returned = self._outputs(output)
-            _check_not_replaced(attributes, _tensor_attributes(self.step), recorder.read)
+            check_not_replaced(replaced(attributes), lambda t: id(t) in recorder.read)
             returned += self._new_state(wrapped)
         return [t.from_functional() if isinstance(t, FunctionalTensor) else t for t in returned]
 
@@ -214,31 +216,6 @@ def _let_values_go(graph: fx.Graph) -> None:
         for node in graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = tree_map(shape_of, node.meta["val"])
-
-
-def _tensor_attributes(step: Workload) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors in attributes of modules that are neither parameters nor buffers."""
-    return {
-        f"{path}.{name}" if path else name: tensors
-        for module, path in module_paths(step).items()
-        for name, value in vars(module).items()
-        if name not in OF_MODULES and (tensors := [*tensors_within(value, torch.nn.Module)])
-    }
-
-
-def _check_not_replaced(
-    before: Mapping[str, Sequence[torch.Tensor]],
-    now: Mapping[str, Sequence[torch.Tensor]],
-    read: Container[int],
-) -> None:
-    """Raise if an attribute was read, as a constant of the recording, and replaced."""
-    for name, tensors in before.items():
-        kept = {id(tensor) for tensor in now.get(name, ())}
-        if any(id(tensor) in read and id(tensor) not in kept for tensor in tensors):
-            raise ExtractionError(
-                f"the model assigns {name}, which it reads and which is neither a parameter "
-                "nor a buffer; make it one with register_buffer"
-            )
 
 
 class _Frames(ModuleCalls):

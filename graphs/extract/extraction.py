@@ -24,7 +24,7 @@ from graphs.extract.eager import check_gradients, check_runs
 from graphs.extract.errors import first_line, sentences, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace, trace_forward
-from graphs.extract.model_state import on_host
+from graphs.extract.model_state import Constants, on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
@@ -65,7 +65,8 @@ class Extraction:
     export has none, ``no_forward`` says why. A graph of modules has no program, and ``units`` says
     what each of its ops stands for; torch devices run it by the model's own code. A recording that
     ``depends_on_data`` holds for the example inputs only: these lines of the model read values of
-    tensors, and other values may lead to other ops.
+    tensors, and other values may lead to other ops. ``constants`` are what its programs hold of the
+    model and the inputs.
     """
 
     step: Workload
@@ -80,6 +81,7 @@ class Extraction:
     forward_program: ForwardProgram | None = None
     call_of: tuple[str, ...] = ()
     no_forward: str = ""
+    constants: Constants | None = None
 
     @property
     def program(self) -> StepProgram:
@@ -129,6 +131,11 @@ class Extraction:
     @property
     def _reads_in_library(self) -> bool:
         return all("site-packages" in line for line in self.depends_on_data)
+
+    def check_constants(self) -> None:
+        """Raise ValueError if what the programs hold of model and inputs has changed since."""
+        if self.constants is not None:
+            self.constants.check()
 
     def check_any_data(self) -> None:
         """Raise ExtractionError if there is no program, or it holds for the example inputs only."""
@@ -236,7 +243,9 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
         if extractor == "modules":
             graph, units, forward_of = module_graph(step)
             return Extraction(step, graph, None, None, forward_of, "modules", units=units)
-        return _of_trace(step, trace(step) if extractor == "export" else record(step), extractor)
+        constants = Constants(step)
+        traced = trace(step) if extractor == "export" else record(step)
+        return _of_trace(step, traced, extractor, constants)
     except ExtractionError:
         raise
     except Exception as error:
@@ -246,7 +255,9 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
         ) from error
 
 
-def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extraction:
+def _of_trace(
+    step: Workload, traced: Traced, extractor: Extractor, constants: Constants
+) -> Extraction:
     name = type(step.model).__name__
     program, facts = convert(traced, ties_of(step))
     if program.op_count == 0:
@@ -259,6 +270,8 @@ def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extractio
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)
     forward, call_of, no_forward = _forward(step, traced, program, facts)
+    held = (*program.sources, *(forward.sources if forward is not None else ()))
+    constants.hold(source.tensor for source in held if source.tensor is not None)
     return Extraction(
         step=step,
         graph=build_graph(program, facts, name),
@@ -270,6 +283,7 @@ def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extractio
         forward_program=forward,
         call_of=call_of,
         no_forward=no_forward,
+        constants=constants,
     )
 
 

@@ -40,7 +40,13 @@ from graphs.extract.errors import (
 )
 from graphs.extract.export.parts import Parts
 from graphs.extract.fx_nodes import tag_calls
-from graphs.extract.model_state import tracing, with_distinct_inputs, written_when_assigned
+from graphs.extract.model_state import (
+    check_not_replaced,
+    is_part_of,
+    tracing,
+    with_distinct_inputs,
+    written_when_assigned,
+)
 from graphs.extract.program import Result, ResultRole, Role, Source
 from graphs.precision import FULL
 from graphs.workload import (
@@ -167,13 +173,20 @@ def _exported(
     with (
         autocast(step.dtype),
         parts.taken_apart(wrapper),
-        written_when_assigned(wrapper, unwrapped),
+        written_when_assigned(wrapper, unwrapped) as gone,
     ):
         program = torch.export.export(wrapper, *parts.arguments, strict=False)
+    check_not_replaced(gone, constants_in(program))
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     tag_calls(module, WRAPPED)
     return program, module
+
+
+def constants_in(program: torch.export.ExportedProgram) -> Callable[[torch.Tensor], bool]:
+    """Return a function that tells whether a tensor is a constant of an exported program."""
+    held = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
+    return functools.partial(is_part_of, held)
 
 
 INPUTS: Final[dict[str, Role]] = {
@@ -279,8 +292,9 @@ def _inference(step: Workload) -> Traced:
     model = ModelAlone(step) if prefix else step.model
     named: Callable[[str], str] = unwrapped if prefix else str
     parts = Parts(step)
-    with parts.taken_apart(model), written_when_assigned(model, named):
+    with parts.taken_apart(model), written_when_assigned(model, named) as gone:
         program = torch.export.export(model, *parts.arguments, strict=False)
+    check_not_replaced(gone, constants_in(program))
     tag_calls(program.graph_module, prefix)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
