@@ -41,6 +41,12 @@ IN_LIBRARY: Final = (
     "need not look (transformers: an attention_mask, experts_implementation)"
 )
 """What to do about lines that read values of tensors."""
+QUANTIZED: Final = (
+    *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized."),
+    *("torchao.", "bitsandbytes.", "optimum.quanto.", "quanto.", "hqq.", "awq.", "auto_gptq."),
+    *("gptqmodel.", "compressed_tensors.", "transformers.integrations.bitnet."),
+)
+"""Packages whose modules and tensors hold packed weights."""
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
 
 
@@ -175,8 +181,8 @@ def forward_alone(step: Workload) -> ForwardProgram:
 def check_step(step: Workload) -> None:
     """Raise StepError if no extractor could accept the step as it is given.
 
-    A module is compiled to TorchScript, or a parameter has no shape yet; or, in training, none
-    requires a gradient, or one would have a sparse gradient.
+    A module is compiled to TorchScript, it or a parameter is quantized, or a parameter has no shape
+    yet; or, in training, none requires a gradient, or one would have a sparse gradient.
     """
     name = type(step.model).__name__
     for module, path in module_paths(step).items():
@@ -185,7 +191,13 @@ def check_step(step: Workload) -> None:
                 f"{path or name} is a module of TorchScript ({module.original_name}), whose ops "
                 "cannot be traced; give the Python module that it was made of"
             )
+        if _is_quantized(type(module)):
+            raise StepError(_quantized(f"{path or name} is a {_kind(type(module))}"))
     state = step.named_state()
+    for path, tensor in state.items():
+        if tensor.is_quantized or _is_quantized(type(tensor)):
+            kind = tensor.dtype if tensor.is_quantized else _kind(type(tensor))
+            raise StepError(_quantized(f"{path} of {name} is a {kind}"))
     if unshaped := [path for path, tensor in state.items() if is_lazy(tensor)]:
         raise StepError(
             f"{unshaped[0]} of {name} has no shape until the model has run: run the model once "
@@ -205,6 +217,21 @@ def check_step(step: Workload) -> None:
                 f"{type(module).__name__} {path or name} has sparse gradients, which a placed "
                 "step cannot hand over; make it with sparse=False"
             )
+
+
+def _is_quantized(cls: type) -> bool:
+    return f"{cls.__module__}.".startswith(QUANTIZED)
+
+
+def _kind(cls: type) -> str:
+    return f"{cls.__name__} of {cls.__module__}"
+
+
+def _quantized(what: str) -> str:
+    return (
+        f"{what}: quantized weights cannot be placed; give the model as it was before it was "
+        "quantized (transformers: load it without quantization_config)"
+    )
 
 
 def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao.nn.quantized.dynamic import Linear as QuantizedLinear
 from torch.utils.flop_counter import flop_registry
 
 from graphs.extract import ExtractionError, StepError, Workload, dispatch, errors, extract
@@ -301,3 +302,52 @@ def test_an_error_of_a_plain_torch_model_names_no_line_of_this_project(extractor
     with pytest.raises(ExtractionError) as refused:
         extract(step, extractor)
     assert 'File "' not in str(refused.value)
+
+
+# --- quantized weights
+
+
+class Packed(nn.Linear):
+    """Stands for a layer of bitsandbytes."""
+
+
+class Subclass(Tensor):
+    """Stands for a tensor of torchao."""
+
+
+def packed() -> nn.Module:
+    return nn.Sequential(nn.ReLU(), Packed(8, 8))
+
+
+def subclassed() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_buffer("weights", torch.ones(3).as_subclass(Subclass))
+    return model
+
+
+def dynamic() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(QuantizedLinear(8, 8))  # type: ignore[no-untyped-call]
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (dynamic, r"^0 is a Linear of torch\.ao\.nn\.quantized\.dynamic"),
+        (packed, r"^1 is a Packed of bitsandbytes\.nn: quantized weights cannot be placed"),
+        (subclassed, r"^weights of Sequential is a Subclass of torchao\.dtypes"),
+    ],
+)
+def test_quantized_models_are_refused(
+    build: Callable[[], nn.Module],
+    message: str,
+    extractor: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Packed, "__module__", "bitsandbytes.nn")
+    monkeypatch.setattr(Subclass, "__module__", "torchao.dtypes")
+    step = Workload.of(build(), X, training=False)
+    with pytest.raises(StepError, match=message):
+        extract(step, extractor)

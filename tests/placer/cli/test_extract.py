@@ -155,7 +155,7 @@ def test_a_model_on_meta_is_extracted_without_costs_and_never_run(
     assert json_of(capsys, "extract", *target, "--costs", "none")["ops"]["forward"] == 1
     out = str(tmp_path / "out.json")
     for command in ("extract", "optimize"):
-        assert main([command, *target, "--devices", CORE, "--out", out]) == 1
+        assert main([command, *target, "--devices", CORE, "--out", out]) == 2
         assert "on the meta device" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_a_forced_extractor_falls_back_to_nothing(
     extractor: str, costs: str, error: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--json", "--extractor", extractor, *costs.split()]
-    assert main(["extract", f"{model}:branching", *options]) == 1
+    assert main(["extract", f"{model}:branching", *options]) == 2
     assert error in capsys.readouterr().err
 
 
@@ -220,3 +220,37 @@ def test_a_recording_is_measured_and_named_in_the_result(
     (line,) = optimized["depends_on_data"]
     assert "model.py" in line
     assert line in " ".join(optimized["remarks"])
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("import no_such_package_here", "pip install no_such_package_here, or put"),
+        ("import no_such_package_here.inner", "needs no_such_package_here, which"),
+        ("def build():\n    import no_such_package_here", "pip install no_such_package_here"),
+        ("import json.no_such_part", "No module named 'json.no_such_part'"),
+    ],
+)
+def test_a_missing_package_is_named_with_how_to_install_it(
+    line: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "needs_more.py"
+    path.write_text(f"{line}\n")
+    for command in (["extract", "--summary"], ["optimize"]):
+        assert main([*command, f"{path}:build", "--devices", CORE, "--inference"]) == 2
+        assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_quantized_model_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("placer.costed_step.runtime_for", None)
+    path = tmp_path / "quantized.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\ndef build():\n    model = nn.Linear(8, 8)\n"
+        "    packed = torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)\n"
+        "    model.register_buffer('w', packed)\n    return model, torch.randn(2, 8)\n"
+    )
+    assert main(["optimize", f"{path}:build", "--devices", CORE, "--inference"]) == 2
+    error = capsys.readouterr().err
+    assert "w of Linear is a torch.qint8: quantized weights cannot be placed" in error
