@@ -41,6 +41,8 @@ IN_LIBRARY: Final = (
     "need not look (transformers: an attention_mask, experts_implementation)"
 )
 """What to do about lines that read values of tensors."""
+WRITTEN_CACHE: Final = "StaticCache"
+"""Class of transformers whose tensors a model writes into."""
 QUANTIZED: Final = (
     *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized."),
     *("torchao.", "bitsandbytes.", "optimum.quanto.", "quanto.", "hqq.", "awq.", "auto_gptq."),
@@ -181,8 +183,9 @@ def forward_alone(step: Workload) -> ForwardProgram:
 def check_step(step: Workload) -> None:
     """Raise StepError if no extractor could accept the step as it is given.
 
-    A module is compiled to TorchScript, it or a parameter is quantized, or a parameter has no shape
-    yet; or, in training, none requires a gradient, or one would have a sparse gradient.
+    An input is a cache of fixed size, a module is compiled to TorchScript, it or a parameter is
+    quantized, or a parameter has no shape yet; or, in training, none requires a gradient, or one
+    would have a sparse gradient.
     """
     name = type(step.model).__name__
     for module, path in module_paths(step).items():
@@ -193,6 +196,13 @@ def check_step(step: Workload) -> None:
             )
         if _is_quantized(type(module)):
             raise StepError(_quantized(f"{path or name} is a {_kind(type(module))}"))
+    for where, value in (*enumerate(step.step_inputs), *step.keywords.items()):
+        if any(cls.__name__ == WRITTEN_CACHE for cls in type(value).__mro__):
+            raise StepError(
+                f"input [{where!r}] is a {type(value).__name__}, into which the model writes, and "
+                "a placed step only reads its inputs: give a cache that grows and is returned "
+                "(DynamicCache), or none (use_cache=False)"
+            )
     state = step.named_state()
     for path, tensor in state.items():
         if tensor.is_quantized or _is_quantized(type(tensor)):
