@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from envs.hardware.core_sets import has_several_cores
-from envs.hardware.discover import is_core
+from envs.hardware.discover import is_core, is_local_core_set
 from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import CONTENDED, tied
 from envs.problem import Problem
@@ -299,15 +299,27 @@ def core_refusal(extraction: Extraction) -> str:
     )
 
 
+def not_runnable(extraction: Extraction | None, device_names: Sequence[str]) -> str:
+    """Return that a chosen placement cannot be run on its devices, "" if it can."""
+    if extraction is None or not any(map(is_local_core_set, device_names)):
+        return ""
+    if extraction.step_program is None:
+        return "Only the simulator can use it: pinned cores do not run a graph of modules."
+    if extraction.depends_on_data:
+        return "It holds for the example inputs only, and placer.apply refuses it."
+    return ""
+
+
 def extraction_remarks(extraction: Extraction) -> list[str]:
     """Return remarks on the extraction, the most important first."""
     from graphs.extract.errors import shown_lines
     from graphs.extract.export.trace import lstm_layers
+    from graphs.extract.extraction import by_reason
 
     remarks = []
     if refusal := core_refusal(extraction):
         remarks.append(refusal)
-    remarks += [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
+    remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
     if extraction.step.training and (layers := lstm_layers(extraction.step)):
         remarks.append(
             f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: times and bytes saved "

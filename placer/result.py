@@ -155,6 +155,7 @@ class Result:
             else messages.gain(best, single, self.lower_bound_s, contended=contended),
             messages.against_unplaced(best, self.unplaced, contended=contended),
             messages.proof(placed, self.lower_bound_s),
+            messages.not_runnable(self.extraction, self.problem.cluster.names),
         ]
         return [sentence for sentence in sentences if sentence]
 

@@ -105,11 +105,13 @@ class Extraction:
             reasons = {
                 "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what "
                 "cuda:N and cpu can run is its graph of modules",
-                "modules": "its graph is of modules",
+                "modules": "its graph is of modules, which cuda:N and cpu run by the model's own "
+                "code",
             }
             refusal = (
-                f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
-                f"models as torch.export gives them: {self.no_forward or reasons[self.extractor]}"
+                f"{type(self.step.model).__name__} has no forward pass of single calls, as "
+                "torch.export gives it and cuda:N and cpu run it: "
+                f"{self.no_forward or reasons[self.extractor]}"
             )
             raise ExtractionError(
                 sentences(refusal, *(tried.reason for tried in self.fell_back)),
@@ -258,19 +260,19 @@ def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
             if len(extractors) == 1:
                 raise
             fell_back.append(FallBack(name, sentences(str(error))))
-    reasons = _by_reason(fell_back)
+    reasons = by_reason(fell_back)
     raise ExtractionError(sentences(f"no extractor takes {type(step.model).__name__}", *reasons))
 
 
-def _by_reason(fell_back: Sequence[FallBack]) -> list[str]:
+def by_reason(fell_back: Sequence[FallBack]) -> list[str]:
     """Return every reason once, with the extractors that gave it."""
-    by_reason: dict[str, list[FallBack]] = {}
+    reasons: dict[str, list[FallBack]] = {}
     for tried in fell_back:
         _, _, reason = tried.reason.partition(": ")  # the part before says what failed
-        by_reason.setdefault(reason or tried.reason, []).append(tried)
+        reasons.setdefault(reason or tried.reason, []).append(tried)
     return [
         f"{' and '.join(tried.extractor for tried in alike)}: {alike[0].reason}"
-        for alike in by_reason.values()
+        for alike in reasons.values()
     ]
 
 

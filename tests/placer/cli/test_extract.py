@@ -205,8 +205,31 @@ def test_a_graph_of_modules_is_optimized_by_the_simulator(
     options = ["--budget", "20e", "--policy", "none", "--out", str(out)]
     optimized = json_of(capsys, *arguments, *options)
     assert (optimized["extractor"], optimized["measured"]) == ("modules", None)
+    assert "Only the simulator can use it" in optimized["verdict"]
     placement = json.loads(out.read_text())
     assert set(placement["devices"]) >= {"0:Linear", "1:ReLU", "0:backward/Linear"}
+    export = ["export", str(out), f"{model}:build", "--format", "device-map"]
+    assert main([*export, "--extractor", "modules", "--as", f"{CORE}=cuda:0"]) == 2
+    error = capsys.readouterr().err
+    assert "which cuda:N and cpu run by the model's own code" in error
+    assert "cannot be placed on cuda" not in error
+
+
+def test_one_reason_of_two_extractors_is_given_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Cache:\n    def __init__(self, x): self.x = x\n    def __copy__(self): return self\n"
+        "class Model(nn.Linear):\n    def forward(self, x):\n"
+        "        return {'out': super().forward(x), 'past': Cache(x * 2)}\n"
+        "def build(): return Model(4, 4), torch.ones(2, 4)\n"
+    )
+    assert main(["extract", f"{path}:build", "--inference", "--costs", "none", "--summary"]) == 0
+    error = capsys.readouterr().err
+    assert error.count("returns a Cache") == 1
+    assert "Not by export and dispatch: " in error
 
 
 def test_a_recording_is_measured_and_named_in_the_result(
