@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -39,6 +39,8 @@ STATE_METHODS: Final = ("__copy__", "__setstate__", "__getnewargs__", "__getnewa
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that never change, and that a placed step can return."""
+CONTAINERS: Final = (tuple, list, dict, OrderedDict, defaultdict, deque)
+"""Registered classes whose further data are the names of their parts."""
 FIXED: Final = (type, ModuleType, Enum, np.generic, torch.layout, torch.memory_format)
 """Further ones that never change."""
 
@@ -186,6 +188,32 @@ def snapshot(value: Any) -> Any:
         TypeError: it holds what cannot be stored, such as a generator or a lock.
     """
     return _held(value, {})
+
+
+def contexts(values: Mapping[Any, Any]) -> dict[Any, list[Any]]:
+    """Return what registered classes in values keep beside their parts, {key of a value: list}.
+
+    These are constants of a placed step. Tuples, lists, dicts and classes that are registered here
+    keep nothing but the names of their parts.
+    """
+    found: dict[Any, list[Any]] = {}
+    for key, value in values.items():
+        if type(value) in PLAIN or isinstance(value, torch.Tensor):
+            continue
+        queue = [tree_flatten(value)[1]]
+        while queue:
+            spec = queue.pop()
+            queue += spec.children()
+            if not (spec.is_leaf() or spec.type in _KINDS or spec.type in CONTAINERS):
+                found.setdefault(key, []).append((spec.type, _comparable(spec.context)))
+    return found
+
+
+def _comparable(context: Any) -> Any:
+    try:
+        return snapshot(context)
+    except Exception:  # noqa: BLE001  # what a class does when it is stored
+        return context
 
 
 def _held(value: Any, known: dict[int, tuple[int, Any]]) -> Any:

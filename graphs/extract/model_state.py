@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from graphs.arguments import leaves_by_path
+from graphs.arguments import contexts_by_name, leaves_by_path
 from graphs.extract.errors import explained, first_line, quiet
 from graphs.extract.module_calls import module_paths
 from graphs.inputs import PLAIN, snapshot, tensors_within
@@ -286,6 +286,8 @@ class Constants:
             for path, leaf in leaves_by_path(step.step_inputs, step.keywords).items()
             if type(leaf) not in PLAIN and not isinstance(leaf, torch.Tensor)
         ]
+        self._inputs = step.step_inputs, step.keywords
+        self._contexts = contexts_by_name(*self._inputs)
         self._tensors: list[tuple[torch.Tensor, int]] = []
         self._attributes: list[Slot] = []
 
@@ -329,6 +331,9 @@ class Constants:
         for path, leaf, before in self._objects:
             if _snapshot(path, leaf) != before:
                 yield f"input {path}, a {type(leaf).__name__}"
+        if self._contexts and (now := contexts_by_name(*self._inputs)) != self._contexts:
+            name = next(name for name in now if now[name] != self._contexts.get(name))
+            yield f"input [{name!r}], in more than its tensors"
 
     def _changed(self, what: str) -> str:
         return (

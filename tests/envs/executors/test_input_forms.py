@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from envs.executors.unplaced import UnplacedModel
 from graphs.extract import ExtractionError, StepError, Workload, extract
@@ -348,3 +349,37 @@ def test_a_tensor_outside_the_model_that_is_written_is_refused() -> None:
     shift.zero_()
     with pytest.raises(ValueError, match="has changed since the step was extracted"):
         placed.step(X)
+
+
+class Scaling:
+    """Is registered with a number and a configuration beside its tensor."""
+
+    def __init__(self, x: Tensor, factor: float, config: Config) -> None:
+        self.x, self.factor, self.config = x, factor, config
+
+
+register_pytree_node(
+    Scaling,
+    lambda value: ([value.x], (value.factor, value.config)),
+    lambda parts, context: Scaling(next(iter(parts)), *context),
+    flatten_with_keys_fn=lambda value: (
+        [(GetAttrKey("x"), value.x)],
+        (value.factor, value.config),
+    ),
+)
+
+
+@RUN_PROGRAMS
+def test_what_registered_classes_keep_beside_tensors_may_not_change(runner: str) -> None:
+    model = Plain(lambda m, given: m.a(given.x) * given.factor, a=nn.Linear(6, 6))
+    given = Scaling(X, 2.0, Config())
+    with placed_by(runner, Workload.of(model, (given,), training=False)) as placed:
+        given.x = Y
+        assert_same(placed.step(given), model(given).detach())
+        given.factor = 3.0
+        with pytest.raises(ValueError, match=r"input \[0\] of the batch differs"):
+            placed.step(given)
+        given.factor = 2.0
+        given.config.scale = 5.0
+        with pytest.raises(ValueError, match=r"input \[0\], in more than its tensors, has changed"):
+            placed.step(given)
