@@ -319,6 +319,11 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
     remarks = []
     if refusal := core_refusal(extraction):
         remarks.append(refusal)
+    if extraction.unchecked:
+        remarks.append(
+            "A placed step does not make the checks and reports of values of "
+            f"{shown_lines(extraction.unchecked)}."
+        )
     remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
     if extraction.step.training and (layers := lstm_layers(extraction.step)):
         remarks.append(

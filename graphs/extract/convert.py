@@ -43,9 +43,9 @@ class Traced:
     ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
     the traced module's paths have before the model's own. ``outputs`` is what the step returns,
     with a Position in place of every tensor. ``depends_on_data`` are the lines of the model that
-    read tensor values on which the graph depends. ``exported`` is the forward pass before it was
-    lowered, if it was exported; nodes of ``graph`` are tagged with the calls in it that they stem
-    from.
+    read tensor values on which the graph depends, ``unchecked`` those that only check or report
+    values, which the graph leaves out. ``exported`` is the forward pass before it was lowered, if
+    it was exported; nodes of ``graph`` are tagged with the calls in it that they stem from.
     """
 
     graph: fx.Graph
@@ -55,6 +55,7 @@ class Traced:
     training: bool
     outputs: Any
     depends_on_data: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     exported: fx.GraphModule | None = None
 
 

@@ -48,6 +48,7 @@ from graphs.extract.model_state import (
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
+from graphs.extract.reads.checks import running_check
 from graphs.extract.value_reads import readable
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
@@ -82,7 +83,7 @@ class _Recording:
         with random, readable(), enable_python_dispatcher(), FunctionalTensorMode():
             module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
         graph = module.graph
-        lines = lines_that_read(graph)
+        lines, unchecked = lines_that_read(graph, "reads_values"), lines_that_read(graph, "checks")
         for node in reversed(graph.nodes):  # without those nothing reads, as values for Python
             if node.op in ("call_function", "get_attr") and not node.users:
                 graph.erase_node(node)
@@ -100,6 +101,7 @@ class _Recording:
             training=self.step.training,
             outputs=self.outputs,
             depends_on_data=lines,
+            unchecked=unchecked,
         )
 
     def _existing(self) -> Iterator[tuple[Source, torch.Tensor]]:
@@ -264,7 +266,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         result = func(*args, **kwargs)
         meta = self._meta(func)
         if _reads_values(func, args):
-            meta["reads_values"] = True
+            check = running_check()
+            meta |= {"reads_values": running_line()} if check is None else {"checks": check.line}
         node = last.next
         while node is not self.graph._root:
             node.meta |= meta
@@ -318,8 +321,11 @@ def _stack_of(call: ModuleCall) -> dict[str, tuple[str, str]]:
     return {call.key: (call.path, call.kind)}
 
 
-def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the lines that read values which come from inputs, state or a random generator."""
+def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
+    """Return the lines that read values which come from inputs, state or a random generator.
+
+    ``mark`` is the name under which nodes have these lines, in their meta.
+    """
     from_data: set[fx.Node] = set()
     lines: dict[str, None] = {}
     for node in graph.nodes:
@@ -331,8 +337,8 @@ def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
             reads = not from_data.isdisjoint(node.all_input_nodes)
             if random or (reads and not any(part in name for part in ONLY_SHAPES)):
                 from_data.add(node)
-            if reads and node.meta.get("reads_values"):
-                lines[node.meta.get("stack_trace") or "a place that torch does not name"] = None
+            if reads and mark in node.meta:
+                lines[node.meta[mark] or "a place that torch does not name"] = None
         elif not from_data.isdisjoint(node.all_input_nodes):
             from_data.add(node)
     return tuple(lines)

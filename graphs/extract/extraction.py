@@ -73,8 +73,9 @@ class Extraction:
     export has none, ``no_forward`` says why. A graph of modules has no program, and ``units`` says
     what each of its ops stands for; torch devices run it by the model's own code. A recording that
     ``depends_on_data`` holds for the example inputs only: these lines of the model read values of
-    tensors, and other values may lead to other ops. ``constants`` are what its programs hold of the
-    model and the inputs.
+    tensors, and other values may lead to other ops. Lines that are ``unchecked`` read values only
+    to check or report them, which the placed step does not do. ``constants`` are what its programs
+    hold of the model and the inputs.
     """
 
     step: Workload
@@ -85,6 +86,7 @@ class Extraction:
     extractor: Extractor = "export"
     fell_back: tuple[FallBack, ...] = ()
     depends_on_data: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     units: tuple[Unit, ...] = ()
     forward_program: ForwardProgram | None = None
     call_of: tuple[str, ...] = ()
@@ -319,6 +321,7 @@ def _of_trace(
         forward_of=tuple(op.forward_op for op in facts),
         extractor=extractor,
         depends_on_data=traced.depends_on_data,
+        unchecked=traced.unchecked,
         forward_program=forward,
         call_of=call_of,
         no_forward=no_forward,
