@@ -169,9 +169,9 @@ def is_skipped(frame: FrameType) -> bool:
     return of_python or file.startswith((*PROJECT, TORCH, "<frozen "))
 
 
-def line_of(frame: FrameType) -> str:
-    """Return the line of code that a frame is running."""
-    return _line(frame, frame.f_lineno)
+def line_of(frame: FrameType, number: int | None = None) -> str:
+    """Return the line of code that a frame is running, or the one with a number in its file."""
+    return _line(frame, frame.f_lineno if number is None else number)
 
 
 def _is_of_model(frame: FrameType) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,6 +108,23 @@ def reraising(m: Any, x: Tensor) -> Tensor:
         _check_positive(x)
     except ValueError as error:
         raise RuntimeError("x is bad") from error
+    return relu(m.linear(x))
+
+
+def checking_by_transformers(m: Any, x: Tensor) -> Tensor:
+    from transformers.utils.import_utils import torch_compilable_check
+
+    torch_compilable_check(x >= 0, f"the least is {x.min()}")
+    torch_compilable_check(x[x >= 0].numel() == x.numel(), lambda: f"the least is {x.min()}")
+    return relu(m.linear(x))
+
+
+def warning_by_transformers(m: Any, x: Tensor) -> Tensor:
+    from transformers import PreTrainedModel
+
+    m.config = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=0)
+    warn: Any = PreTrainedModel.warn_if_padding_and_no_attention_mask
+    warn(m, x.long(), None)
     return relu(m.linear(x))
 
 

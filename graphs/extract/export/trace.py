@@ -113,11 +113,13 @@ def _step(step: Workload, checked: bool) -> Traced:
     return (_inference if step.dtype == FULL else _mixed_inference)(step, checked)
 
 
-def _answered(step: Workload, export: Callable[[Workload, bool], T]) -> tuple[T, tuple[str, ...]]:
+def _answered(
+    step: Workload, export: Callable[[Workload, bool], T], whole: Workload | None = None
+) -> tuple[T, tuple[str, ...]]:
     """Export without the checks of values that the model makes; return their lines, too.
 
-    They must hold on the example inputs: if there are any, the model runs once, by torch alone.
-    ``export`` is told whether there are any.
+    They must hold on the example inputs: if there are any, the step runs once, by torch alone, or
+    the ``whole`` one if what is exported is a part of it. ``export`` is told whether there are any.
     """
     reads = CheckReads()
     try:
@@ -131,7 +133,7 @@ def _answered(step: Workload, export: Callable[[Workload, bool], T]) -> tuple[T,
             return exported, ()
     if not has_no_values(step):
         with reads.kept():
-            check_runs(step)  # raises if a check fails
+            check_runs(whole or step)  # raises if a check fails
     with in_step_mode(step), reads.answered():
         return export(step, True), tuple(reads.lines)
 
@@ -197,7 +199,7 @@ def trace_forward(step: Workload) -> fx.GraphModule:
     """Export the forward pass of a step's model alone, in the mode of the step."""
     with tracing(step, "exported"), without_meta(step.without_loss) as traceable:
         alone = with_distinct_inputs(traceable)
-        return _answered(alone, _forward)[0]
+        return _answered(alone, _forward, step)[0]
 
 
 def _exported(

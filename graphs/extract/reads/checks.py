@@ -67,9 +67,9 @@ def running_check() -> Check | None:
     if not (holds or _only_checks(path, reading)) or any(map(_may_catch, frames)):
         return None
     shown = next((one for one in frames if not _is_helper(one)), reading)
-    return Check(
-        line_of(shown), (reading.f_code, _running_span(reading.f_code, reading.f_lasti)), holds
-    )
+    statement = [node for node in _path(shown) if isinstance(node, ast.stmt)][-1]
+    place = reading.f_code, _running_span(reading.f_code, reading.f_lasti)
+    return Check(line_of(shown, statement.lineno), place, holds)
 
 
 def _only_checks(path: Sequence[ast.AST], frame: FrameType) -> bool:

@@ -104,9 +104,11 @@ def test_one_remark_names_the_lines_of_checks_that_a_placed_step_does_not_make()
     assert f'File "{checking_models.__file__}", line {line}, in raising' in remark
 
 
-def test_a_forward_pass_alone_leaves_checks_out_as_well() -> None:
-    program = forward_alone(step_of(checking_models.raising, training=False))
-    assert [call.op for call in program.calls] == ["linear", "relu"]
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_a_forward_pass_alone_leaves_checks_out_as_well(training: bool) -> None:
+    program = forward_alone(step_of(checking_models.raising, training=training))
+    plain = forward_alone(step_of(lambda m, x: m.linear(x).relu(), training=training))
+    assert [call.op for call in program.calls] == [call.op for call in plain.calls]
 
 
 def test_a_placed_model_runs_other_data_than_the_checks_have_seen() -> None:
@@ -118,6 +120,38 @@ def test_a_placed_model_runs_other_data_than_the_checks_have_seen() -> None:
             found = placed.step(x, torch.ones(4, 8))
             expected = squared(step.model(x), torch.ones(4, 8))
             torch.testing.assert_close(found, expected.detach())
+
+
+def test_checks_of_transformers_are_left_out() -> None:
+    pytest.importorskip("transformers")
+    for training in (True, False):
+        extraction = extract(step_of(checking_models.checking_by_transformers, training=training))
+        assert (extraction.extractor, extraction.fell_back) == ("export", ())
+        line = checking_models.checking_by_transformers.__code__.co_firstlineno + 3
+        assert extraction.unchecked == (
+            f'File "{checking_models.__file__}", line {line}, in checking_by_transformers',
+            f'File "{checking_models.__file__}", line {line + 1}, in checking_by_transformers',
+        )
+        one_process.assert_runs_as_eager(extraction)
+
+
+def test_a_warning_of_transformers_makes_nothing_depend_on_data() -> None:
+    pytest.importorskip("transformers")
+    step = step_of(checking_models.warning_by_transformers, training=True)
+    extraction = extract(step, "dispatch")
+    assert extraction.depends_on_data == ()
+    assert "warn_if_padding_and_no_attention_mask" in extraction.unchecked[0]
+    one_process.assert_runs_as_eager(extraction)
+
+
+def test_a_model_on_the_meta_device_checks_by_torch_only() -> None:
+    step = step_of(checking_models.checking_all, training=True)
+    step.model.to("meta")
+    assert extract(step).extractor == "export"
+    other = step_of(checking_models.raising, training=True)
+    other.model.to("meta")
+    with pytest.raises(ExtractionError, match="depends on the values in a tensor"):
+        extract(other)
 
 
 def test_a_model_whose_source_is_unknown_depends_on_data() -> None:
