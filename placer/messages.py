@@ -321,7 +321,7 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
         remarks.append(refusal)
     if extraction.unchecked:
         remarks.append(
-            "A placed step does not make the checks and reports of values of "
+            "A placed step leaves out what only checks or reports values: "
             f"{shown_lines(extraction.unchecked)}."
         )
     remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]

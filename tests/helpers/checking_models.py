@@ -79,6 +79,12 @@ def comparing_all(m: Any, x: Tensor) -> Tensor:
     return relu(m.linear(x))
 
 
+def listing(m: Any, x: Tensor) -> Tensor:
+    if x[0].tolist()[0] < 0 or int(x.sum()) < 0 or f"{x[0, 0]:.1f}" == "nan":
+        raise ValueError("x is out of range")
+    return relu(m.linear(x))
+
+
 def searching(m: Any, x: Tensor) -> Tensor:
     if -1.0 in x[:, [0, -1]]:
         logger.warning("x has padding")
@@ -130,7 +136,7 @@ def warning_by_transformers(m: Any, x: Tensor) -> Tensor:
 
 CHECKS = (
     *(raising, warning, warned, asserting, checking, checking_all, checking_a_number),
-    *(checking_a_size, comparing, comparing_all, searching, printing, helped, reraising),
+    *(checking_a_size, comparing, comparing_all, listing, searching, printing, helped, reraising),
 )
 
 # --- reads that steer

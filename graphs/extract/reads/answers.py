@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphs.extract.errors import is_skipped
 from graphs.extract.reads.checks import Check, running_check
@@ -29,6 +31,9 @@ FUNCTIONS: Final = (
     *("allclose", "equal", "is_nonzero"),
 )
 """... and as functions of torch, some of which check numbers that a trace has no values for."""
+
+TRACED: Final = (FakeTensor, FunctionalTensor)
+"""Classes of tensors while torch traces, which may read values in their own ways."""
 
 
 class CheckReads:
@@ -91,7 +96,8 @@ def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iter
 
     # A mode for torch functions would do, but layers take other ways under one.
     with contextlib.ExitStack() as restored:
-        for owner, names in ((torch.Tensor, METHODS), (torch, FUNCTIONS)):
+        own = [(kind, [n for n in METHODS if n in vars(kind)]) for kind in TRACED]
+        for owner, names in ((torch.Tensor, METHODS), (torch, FUNCTIONS), *own):
             for name in names:
                 if name in vars(owner):
                     restored.callback(setattr, owner, name, vars(owner)[name])
