@@ -249,6 +249,13 @@ def shortcut(m: Any, x: Tensor) -> Tensor:
     return relu(m.linear(x)) * (len(numbers) + 1)
 
 
+def adding(m: Any, x: Tensor) -> Tensor:
+    found: set[int] = set()
+    if (x > 1).any() and found.add(1):  # type: ignore[func-returns-value]
+        raise ValueError("never")
+    return relu(m.linear(x)) * (len(found) + 1)
+
+
 def catching(m: Any, x: Tensor) -> Tensor:
     try:
         if (x > 1).any():
@@ -291,6 +298,6 @@ def in_place(m: Any, x: Tensor) -> Tensor:
 
 STEERING = (
     *(choosing, clamping, returning, otherwise, chained, looping, ending_a_loop, asking_a_helper),
-    *(checking_by_a_helper, naming, keeping_a_text, telling_itself, handing_on, shortcut, catching),
-    *(catching_outside, suppressing, selecting, in_place),
+    *(checking_by_a_helper, naming, keeping_a_text, telling_itself, handing_on, shortcut, adding),
+    *(catching, catching_outside, suppressing, selecting, in_place),
 )

@@ -38,8 +38,8 @@ COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorE
 LATER: Final = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
 """Parts of these are evaluated only if others have some value."""
 RANDOM: Final = ("bernoulli", "dropout", "multinomial", "normal", "poisson", "rand")
-EFFECTS: Final = ("backward", "register_hook", "retain_grad")
-"""Methods of tensors that change something, besides those that end with an underscore."""
+EFFECTS: Final = ("add", "backward", "register_hook", "retain_grad", "sort")
+"""Methods named like these change something, besides those that end with an underscore."""
 
 
 def resolved(expression: ast.expr, frame: FrameType) -> Any:
