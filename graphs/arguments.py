@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 from torch.utils._pytree import keystr
 
-from graphs.inputs import leaves_with_paths
+from graphs.inputs import contexts, leaves_with_paths
 
 TARGET: Final = "target"
 """Name of the target among keywords, unless ``forward`` has a parameter of this name."""
@@ -94,3 +94,8 @@ def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[s
     positional = {keystr(path): leaf for path, leaf in leaves_with_paths(tuple(inputs))}
     named = {keystr(path): leaf for path, leaf in leaves_with_paths(dict(keywords))}
     return positional | named
+
+
+def contexts_by_name(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[Any, list[Any]]:
+    """Return what registered classes of a batch keep beside their parts, by position or keyword."""
+    return contexts({**dict(enumerate(inputs)), **keywords})

@@ -3,18 +3,22 @@
 Torch finds tensors in pytrees: tuples, lists, dicts and registered classes. Of any other object a
 trace would keep the tensors as constants, so that a placed step would go on computing the first
 batch. Objects that are nothing but their attributes or items are registered as pytrees, whose
-leaves these are; of others the step is refused.
+leaves these are; of others the step is refused, and so are arrays of numpy. Objects without tensors
+are constants of a placed step: :func:`snapshot` shows whether they have changed.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from enum import Enum
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.utils._pytree import (
     GetAttrKey,
@@ -28,9 +32,31 @@ from torch.utils._pytree import (
     tree_is_leaf,
 )
 
+Found = TypeVar("Found")
 PYTHON_CLASS: Final = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: only such classes have slots that are attributes of their objects."""
 STATE_METHODS: Final = ("__copy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that never change, and that a placed step can return."""
+CONTAINERS: Final = (tuple, list, dict, OrderedDict, defaultdict, deque)
+"""Registered classes whose further data are the names of their parts."""
+FIXED: Final = (type, ModuleType, Enum, np.generic, torch.layout, torch.memory_format)
+"""Further ones that never change."""
+
+
+def array_refusal(tree: Any, name: str) -> str:
+    """Return why the arrays of numpy in a tree cannot be inputs, "" if it holds none."""
+    for path, leaf in leaves_with_paths(tree):
+        if type(leaf) in PLAIN or isinstance(leaf, torch.Tensor):
+            continue
+        if any(True for _ in _instances_within(leaf, np.ndarray)):
+            holds = "is" if isinstance(leaf, np.ndarray) else f"({type(leaf).__name__}) holds"
+            return (
+                f"{name}{keystr(path)} {holds} an array of numpy, which would stay as it is in "
+                "every placed step; give a tensor: torch.from_numpy(x)"
+            )
+    return ""
 
 
 def flatten_objects(tree: Any, name: str) -> str:
@@ -56,10 +82,16 @@ def holds_tensors(value: Any) -> bool:
 
 def tensors_within(value: Any, skipped: type | tuple[type, ...] = ()) -> Iterator[torch.Tensor]:
     """Yield every tensor that an object holds at any depth, except in objects of some classes."""
+    return _instances_within(value, torch.Tensor, skipped)
+
+
+def _instances_within(
+    value: Any, kind: type[Found], skipped: type | tuple[type, ...] = ()
+) -> Iterator[Found]:
     queue, known = [value], {id(value): value}
     while queue:
         one = queue.pop()
-        if isinstance(one, torch.Tensor):
+        if isinstance(one, kind):
             yield one
         elif not isinstance(one, skipped):
             new = {id(part): part for part in _inside(one) if id(part) not in known}
@@ -141,6 +173,76 @@ def _attributes(value: Any) -> dict[str, Any]:
     with suppress(AttributeError):
         found |= object.__getattribute__(value, "__dict__")
     return found
+
+
+# --- objects without tensors
+
+
+def snapshot(value: Any) -> Any:
+    """Return what an object without tensors holds, in tuples: equal ones hold the same.
+
+    The state of an object is what pickle would store of it, at any depth. Functions, classes and
+    modules are themselves, with what functions have in their closures.
+
+    Raises:
+        TypeError: it holds what cannot be stored, such as a generator or a lock.
+    """
+    return _held(value, {})
+
+
+def contexts(values: Mapping[Any, Any]) -> dict[Any, list[Any]]:
+    """Return what registered classes in values keep beside their parts, {key of a value: list}.
+
+    These are constants of a placed step. Tuples, lists, dicts and classes that are registered here
+    keep nothing but the names of their parts.
+    """
+    found: dict[Any, list[Any]] = {}
+    for key, value in values.items():
+        if type(value) in PLAIN or isinstance(value, torch.Tensor):
+            continue
+        queue = [tree_flatten(value)[1]]
+        while queue:
+            spec = queue.pop()
+            queue += spec.children()
+            if not (spec.is_leaf() or spec.type in _KINDS or spec.type in CONTAINERS):
+                found.setdefault(key, []).append((spec.type, _comparable(spec.context)))
+    return found
+
+
+def _comparable(context: Any) -> Any:
+    try:
+        return snapshot(context)
+    except Exception:  # noqa: BLE001  # what a class does when it is stored
+        return context
+
+
+def _held(value: Any, known: dict[int, tuple[int, Any]]) -> Any:
+    if type(value) in PLAIN or isinstance(value, FIXED):
+        return value
+    if id(value) in known:
+        return known[id(value)][0]
+    known[id(value)] = len(known), value  # keeps it alive, as ids may be reused
+    parts: Iterable[Any]
+    match value:
+        case torch.Tensor():  # in what is stored of an object
+            parts = value.flatten().tolist()
+        case set() | frozenset():
+            parts = sorted((_held(part, known) for part in value), key=repr)
+        case FunctionType():
+            return value, tuple(_held(part, known) for part in (*_inside(value), value.__dict__))
+        case _ if type(value) in (tuple, list, torch.Size):
+            parts = [_held(part, known) for part in value]
+        case _ if type(value) is dict:
+            parts = [(_held(key, known), _held(part, known)) for key, part in value.items()]
+        case _:
+            reduce = copyreg.dispatch_table.get(type(value))
+            stored: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
+            if isinstance(stored, str):  # the name of a single object
+                return value
+            function, arguments, *rest = stored
+            contents = [list(part) if isinstance(part, Iterator) else part for part in rest]
+            parts = [function, *(_held(part, known) for part in (arguments, *contents))]
+    return type(value), tuple(parts)
 
 
 # --- kinds of objects

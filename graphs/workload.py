@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from graphs.arguments import TARGET, arguments, leaves_by_path, rearranged, without_target
-from graphs.inputs import flatten_objects
+from graphs.inputs import array_refusal, flatten_objects
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL, check_dtype
 
@@ -74,7 +74,7 @@ class Workload:
                 "out, or place training"
             )
         for inputs in (self.step_inputs, dict(self.keywords)):
-            if refusal := flatten_objects(inputs, "input "):
+            if refusal := flatten_objects(inputs, "input ") or array_refusal(inputs, "input "):
                 raise StepError(refusal)
 
     @classmethod
@@ -98,7 +98,7 @@ class Workload:
 
         Raises:
             StepError: a loss function has no target, or several entries could be it; torch cannot
-                find the tensors of an input.
+                find the tensors of an input, or one is an array of numpy.
             ValueError: there is no such optimizer or dtype.
         """
         inputs, keywords = arguments(example_inputs)

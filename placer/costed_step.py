@@ -70,6 +70,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
             graph=graph, cluster=job.cluster, warm_start=_warm_start(job, None, graph)
         )
     from envs.costs.roofline import check_cluster
+    from envs.executors.cores.custom_ops import registrations
     from envs.runtime import calibrated
     from graphs.extract import Workload, extract
     from graphs.extract.eager import check_has_memory
@@ -82,6 +83,8 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     progress.stage("Extracting the graph")
     with compiled_beside() if simulates else nullcontext(False) as compiles:
         extraction = extract(workload, job.extractor)
+        if extraction.step_program is not None and any(map(is_local_core_set, cluster.names)):
+            registrations(extraction.program)  # raises for operators that workers cannot have
         if simulates and any(map(is_local_core_set, cluster.names)):
             progress.remark(core_refusal(extraction))
         runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)

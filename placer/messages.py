@@ -333,9 +333,15 @@ def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[
     """Return remarks on the extraction, the most important first; of cores with ``refusal``."""
     from graphs.extract.errors import shown_lines
     from graphs.extract.export.trace import lstm_layers
+    from graphs.extract.extraction import by_reason
 
     remarks = [core_refusal(extraction)] if refusal and extraction.core_refusal else []
-    remarks += [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
+    if extraction.unchecked:
+        remarks.append(
+            "A placed step leaves out what only checks or reports values: "
+            f"{shown_lines(extraction.unchecked)}."
+        )
+    remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
     if extraction.step.training and (layers := lstm_layers(extraction.step)):
         remarks.append(
             f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: placements may take "

@@ -308,6 +308,7 @@ def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
             {"extractor": tried.extractor, "reason": tried.reason} for tried in extraction.fell_back
         ],
         "depends_on_data": list(extraction.depends_on_data),
+        "unchecked": list(extraction.unchecked),
     }
 
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from graphs.arguments import leaves_by_path
+from graphs.arguments import contexts_by_name, leaves_by_path
 from graphs.extract import Workload
 
 
@@ -49,7 +50,19 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
         if path not in batch:
             raise ValueError(f"the batch lacks input {path} of the example inputs")
         _check(path, batch[path], example)
+    if not torch.compiler.is_compiling():
+        _check_contexts(step, inputs, keywords)
     return [batch[path] for path in examples]
+
+
+def _check_contexts(step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    expected = contexts_by_name(step.step_inputs, step.keywords)
+    if expected and expected != (given := contexts_by_name(inputs, keywords)):
+        name = next(name for name in expected if expected[name] != given.get(name))
+        raise ValueError(
+            f"input [{name!r}] of the batch differs from that of the example in more than its "
+            "tensors, and only tensors may change from batch to batch"
+        )
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -57,6 +70,10 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _check(path: str, leaf: object, example: object) -> None:
+    if isinstance(leaf, np.ndarray):
+        raise ValueError(
+            f"input {path} of the batch is an array of numpy: give torch.from_numpy(x)"
+        )
     if not isinstance(example, torch.Tensor):
         if leaf is not example and (isinstance(leaf, torch.Tensor) or leaf != example):
             raise ValueError(

@@ -30,7 +30,7 @@ from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram,
 from graphs.flops import call_flops
 from graphs.graph import Phase
 from graphs.synthetic.mirror import ACCUMULATES
-from graphs.workload import ExtractionError
+from graphs.workload import ExtractionError, StepError
 
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)
@@ -43,9 +43,9 @@ class Traced:
     ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
     the traced module's paths have before the model's own. ``outputs`` is what the step returns,
     with a Position in place of every tensor. ``depends_on_data`` are the lines of the model that
-    read tensor values on which the graph depends. ``exported`` is the forward pass before it was
-    lowered, if it was exported; nodes of ``graph`` are tagged with the calls in it that they stem
-    from.
+    read tensor values on which the graph depends, ``unchecked`` those that only check or report
+    values, which the graph leaves out. ``exported`` is the forward pass before it was lowered, if
+    it was exported; nodes of ``graph`` are tagged with the calls in it that they stem from.
     """
 
     graph: fx.Graph
@@ -55,6 +55,7 @@ class Traced:
     training: bool
     outputs: Any
     depends_on_data: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     exported: fx.GraphModule | None = None
 
 
@@ -159,6 +160,8 @@ class _Converter:
             raise ExtractionError(_place(node, f"{target} is no plain operator"))
         if operator_name(target) in IGNORED:
             return
+        if operator_name(target) == "lstm":
+            _check_states(node)
         if target is torch.ops.aten.convolution_backward.default and self._split(node):
             return
         is_whole_view = is_view(target) and not self._shows_a_part(node)
@@ -281,6 +284,19 @@ def _place(node: fx.Node, what: str) -> str:
     lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
     places = [line for line in lines if line.startswith('File "')]
     return f"{what} and cannot be placed" + (f" ({places[-1]})" if places else "")
+
+
+def _check_states(lstm: fx.Node) -> None:
+    """Raise a StepError if last states of an LSTM are used that torch traces in a wrong shape.
+
+    In torch 2.11 they have four dimensions instead of three, also where ops are recorded.
+    """
+    for member in (_members(lstm) or [])[1:]:
+        if member is not None and member.meta["val"].dim() != 3:
+            raise StepError(
+                f"torch {torch.__version__} traces the last states of an LSTM, which the model "
+                "uses, in a wrong shape: install torch 2.13"
+            )
 
 
 def _real_dtype(node: fx.Node, dtype: torch.dtype) -> torch.dtype:

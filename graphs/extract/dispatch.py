@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,23 +38,25 @@ from graphs.extract.errors import (
 from graphs.extract.export.trace import Position, cell_by_cell, constants_of
 from graphs.extract.fx_nodes import written_arguments
 from graphs.extract.model_state import (
+    check_not_replaced,
     check_same_form,
+    replaced,
     substituted,
+    tensor_attributes,
     tracing,
     with_distinct_inputs,
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
+from graphs.extract.reads.checks import running_check
 from graphs.extract.value_reads import readable
-from graphs.inputs import flatten_objects, tensors_within
+from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
-PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
 ONLY_SHAPES: Final = ("_like", "aten::new_")
 """In names of ops that use only the shape of their input, not its values."""
-OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
 
 
 def record(step: Workload) -> Traced:
@@ -81,7 +83,7 @@ class _Recording:
         with random, readable(), enable_python_dispatcher(), FunctionalTensorMode():
             module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
         graph = module.graph
-        lines = lines_that_read(graph)
+        lines, unchecked = lines_that_read(graph, "reads_values"), lines_that_read(graph, "checks")
         for node in reversed(graph.nodes):  # without those nothing reads, as values for Python
             if node.op in ("call_function", "get_attr") and not node.users:
                 graph.erase_node(node)
@@ -99,6 +101,7 @@ class _Recording:
             training=self.step.training,
             outputs=self.outputs,
             depends_on_data=lines,
+            unchecked=unchecked,
         )
 
     def _existing(self) -> Iterator[tuple[Source, torch.Tensor]]:
@@ -129,7 +132,7 @@ class _Recording:
         mode = get_proxy_mode()
         assert mode is not None
         recorder = Recorder(self.step, mode.tracer.graph)
-        attributes = _tensor_attributes(self.step)
+        attributes = tensor_attributes(module_paths(self.step))
         with (
             substituted(self.step, lambda t: by_id.get(id(t), t)),
             recorder.calls.followed(),
@@ -141,7 +144,7 @@ class _Recording:
                 with autocast(self.step.dtype):
                     output = self.step.model(*inputs, **keywords)
                 returned = self._outputs(output)
-            _check_not_replaced(attributes, _tensor_attributes(self.step), recorder.read)
+            check_not_replaced(replaced(attributes), lambda t: id(t) in recorder.read)
             returned += self._new_state(wrapped)
         return [t.from_functional() if isinstance(t, FunctionalTensor) else t for t in returned]
 
@@ -217,31 +220,6 @@ def _let_values_go(graph: fx.Graph) -> None:
                 node.meta["val"] = tree_map(shape_of, node.meta["val"])
 
 
-def _tensor_attributes(step: Workload) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors in attributes of modules that are neither parameters nor buffers."""
-    return {
-        f"{path}.{name}" if path else name: tensors
-        for module, path in module_paths(step).items()
-        for name, value in vars(module).items()
-        if name not in OF_MODULES and (tensors := [*tensors_within(value, torch.nn.Module)])
-    }
-
-
-def _check_not_replaced(
-    before: Mapping[str, Sequence[torch.Tensor]],
-    now: Mapping[str, Sequence[torch.Tensor]],
-    read: Container[int],
-) -> None:
-    """Raise if an attribute was read, as a constant of the recording, and replaced."""
-    for name, tensors in before.items():
-        kept = {id(tensor) for tensor in now.get(name, ())}
-        if any(id(tensor) in read and id(tensor) not in kept for tensor in tensors):
-            raise ExtractionError(
-                f"the model assigns {name}, which it reads and which is neither a parameter "
-                "nor a buffer; make it one with register_buffer"
-            )
-
-
 class _Frames(ModuleCalls):
     """Records in which module call each autograd node was made, by sequence number."""
 
@@ -288,7 +266,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         result = func(*args, **kwargs)
         meta = self._meta(func)
         if _reads_values(func, args):
-            meta["reads_values"] = True
+            check = running_check()
+            meta |= {"reads_values": running_line()} if check is None else {"checks": check.line}
         node = last.next
         while node is not self.graph._root:
             node.meta |= meta
@@ -342,8 +321,11 @@ def _stack_of(call: ModuleCall) -> dict[str, tuple[str, str]]:
     return {call.key: (call.path, call.kind)}
 
 
-def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the lines that read values which come from inputs, state or a random generator."""
+def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
+    """Return the lines that read values which come from inputs, state or a random generator.
+
+    ``mark`` is the name under which nodes have these lines, in their meta.
+    """
     from_data: set[fx.Node] = set()
     lines: dict[str, None] = {}
     for node in graph.nodes:
@@ -355,8 +337,8 @@ def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
             reads = not from_data.isdisjoint(node.all_input_nodes)
             if random or (reads and not any(part in name for part in ONLY_SHAPES)):
                 from_data.add(node)
-            if reads and node.meta.get("reads_values"):
-                lines[node.meta.get("stack_trace") or "a place that torch does not name"] = None
+            if reads and mark in node.meta:
+                lines[node.meta[mark] or "a place that torch does not name"] = None
         elif not from_data.isdisjoint(node.all_input_nodes):
             from_data.add(node)
     return tuple(lines)

@@ -33,8 +33,13 @@ from graphs.workload import ExtractionError, StepError, Workload
 
 FOLDER: Final = Path(__file__).parent
 PROJECT: Final = (str(FOLDER), workload.__file__)
-RECORDING: Final = (str(FOLDER / "dispatch.py"), "record")
-"""Callers of this function are not the model, so that the search for its line stops here."""
+STARTS: Final = {
+    (str(FOLDER / "dispatch.py"), "record"),
+    (str(FOLDER / "eager.py"), "check_runs"),
+    (str(FOLDER / "export" / "trace.py"), "trace"),
+    (str(FOLDER / "export" / "trace.py"), "trace_forward"),
+}
+"""Callers of these functions are not the model, so that the search for its line stops there."""
 TORCH: Final = str(Path(torch.__file__).parent / "_")[:-1]
 PYTHON: Final = str(Path(logging.__file__).parent.parent / "_")[:-1]
 """TORCH and PYTHON end with a separator: other packages' names begin alike (torchvision)."""
@@ -145,19 +150,32 @@ def raised_at(error: Exception) -> str:
 def running_line() -> str:
     """Return the innermost line of the model's code that is running, "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != RECORDING:
+    while frame is not None and not is_start(frame):
         if _is_of_model(frame):
-            return _line(frame, frame.f_lineno)
+            return line_of(frame)
         frame = frame.f_back
     return ""
 
 
-def _is_of_model(frame: FrameType) -> bool:
+def is_start(frame: FrameType) -> bool:
+    """Return whether a frame is where the project starts a model, below all of the model's own."""
+    return (frame.f_code.co_filename, frame.f_code.co_name) in STARTS
+
+
+def is_skipped(frame: FrameType) -> bool:
+    """Return whether a frame is of the project, of torch or of Python, not of a model."""
     file = frame.f_code.co_filename
-    installed = "site-packages" in file
-    return not file.startswith((*PROJECT, TORCH, "<")) and (
-        installed or not file.startswith(PYTHON)
-    )
+    of_python = file.startswith(PYTHON) and "site-packages" not in file
+    return of_python or file.startswith((*PROJECT, TORCH, "<frozen "))
+
+
+def line_of(frame: FrameType, number: int | None = None) -> str:
+    """Return the line of code that a frame is running, or the one with a number in its file."""
+    return _line(frame, frame.f_lineno if number is None else number)
+
+
+def _is_of_model(frame: FrameType) -> bool:
+    return not is_skipped(frame) and not frame.f_code.co_filename.startswith("<")
 
 
 def _line(frame: FrameType, number: int) -> str:

@@ -24,7 +24,7 @@ from graphs.extract.eager import check_gradients, check_runs
 from graphs.extract.errors import first_line, sentences, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace, trace_forward
-from graphs.extract.model_state import on_host
+from graphs.extract.model_state import Constants, on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
@@ -41,6 +41,14 @@ IN_LIBRARY: Final = (
     "need not look (transformers: an attention_mask, experts_implementation)"
 )
 """What to do about lines that read values of tensors."""
+WRITTEN_CACHE: Final = "StaticCache"
+"""Class of transformers whose tensors a model writes into."""
+QUANTIZED: Final = (
+    *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized."),
+    *("torchao.", "bitsandbytes.", "optimum.quanto.", "quanto.", "hqq.", "awq.", "auto_gptq."),
+    *("gptqmodel.", "compressed_tensors.", "transformers.integrations.bitnet."),
+)
+"""Packages whose modules and tensors hold packed weights."""
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
 
 
@@ -65,7 +73,9 @@ class Extraction:
     export has none, ``no_forward`` says why. A graph of modules has no program, and ``units`` says
     what each of its ops stands for; torch devices run it by the model's own code. A recording that
     ``depends_on_data`` holds for the example inputs only: these lines of the model read values of
-    tensors, and other values may lead to other ops.
+    tensors, and other values may lead to other ops. Lines that are ``unchecked`` read values only
+    to check or report them, which the placed step does not do. ``constants`` are what its programs
+    hold of the model and the inputs.
     """
 
     step: Workload
@@ -76,10 +86,12 @@ class Extraction:
     extractor: Extractor = "export"
     fell_back: tuple[FallBack, ...] = ()
     depends_on_data: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     units: tuple[Unit, ...] = ()
     forward_program: ForwardProgram | None = None
     call_of: tuple[str, ...] = ()
     no_forward: str = ""
+    constants: Constants | None = None
 
     @property
     def program(self) -> StepProgram:
@@ -95,11 +107,13 @@ class Extraction:
             reasons = {
                 "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what "
                 "cuda:N and cpu can run is its graph of modules",
-                "modules": "its graph is of modules",
+                "modules": "its graph is of modules, which cuda:N and cpu run by the model's own "
+                "code",
             }
             refusal = (
-                f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
-                f"models as torch.export gives them: {self.no_forward or reasons[self.extractor]}"
+                f"{type(self.step.model).__name__} has no forward pass of single calls, as "
+                "torch.export gives it and cuda:N and cpu run it: "
+                f"{self.no_forward or reasons[self.extractor]}"
             )
             raise ExtractionError(
                 sentences(refusal, *(tried.reason for tried in self.fell_back)),
@@ -129,6 +143,11 @@ class Extraction:
     @property
     def _reads_in_library(self) -> bool:
         return all("site-packages" in line for line in self.depends_on_data)
+
+    def check_constants(self) -> None:
+        """Raise ValueError if what the programs hold of model and inputs has changed since."""
+        if self.constants is not None:
+            self.constants.check()
 
     def check_any_data(self) -> None:
         """Raise ExtractionError if there is no program, or it holds for the example inputs only."""
@@ -168,8 +187,9 @@ def forward_alone(step: Workload) -> ForwardProgram:
 def check_step(step: Workload) -> None:
     """Raise StepError if no extractor could accept the step as it is given.
 
-    A module is compiled to TorchScript, or a parameter has no shape yet; or, in training, none
-    requires a gradient, or one would have a sparse gradient.
+    An input is a cache of fixed size, a module is compiled to TorchScript, it or a parameter is
+    quantized, or a parameter has no shape yet; or, in training, none requires a gradient, or one
+    would have a sparse gradient.
     """
     name = type(step.model).__name__
     for module, path in module_paths(step).items():
@@ -178,7 +198,20 @@ def check_step(step: Workload) -> None:
                 f"{path or name} is a module of TorchScript ({module.original_name}), whose ops "
                 "cannot be traced; give the Python module that it was made of"
             )
+        if _is_quantized(type(module)):
+            raise StepError(_quantized(f"{path or name} is a {_kind(type(module))}"))
+    for where, value in (*enumerate(step.step_inputs), *step.keywords.items()):
+        if any(cls.__name__ == WRITTEN_CACHE for cls in type(value).__mro__):
+            raise StepError(
+                f"input [{where!r}] is a {type(value).__name__}, into which the model writes, and "
+                "a placed step only reads its inputs: give a cache that grows and is returned "
+                "(DynamicCache), or none (use_cache=False)"
+            )
     state = step.named_state()
+    for path, tensor in state.items():
+        if tensor.is_quantized or _is_quantized(type(tensor)):
+            kind = tensor.dtype if tensor.is_quantized else _kind(type(tensor))
+            raise StepError(_quantized(f"{path} of {name} is a {kind}"))
     if unshaped := [path for path, tensor in state.items() if is_lazy(tensor)]:
         raise StepError(
             f"{unshaped[0]} of {name} has no shape until the model has run: run the model once "
@@ -200,6 +233,21 @@ def check_step(step: Workload) -> None:
             )
 
 
+def _is_quantized(cls: type) -> bool:
+    return f"{cls.__module__}.".startswith(QUANTIZED)
+
+
+def _kind(cls: type) -> str:
+    return f"{cls.__name__} of {cls.__module__}"
+
+
+def _quantized(what: str) -> str:
+    return (
+        f"{what}: quantized weights cannot be placed; give the model as it was before it was "
+        "quantized (transformers: load it without quantization_config)"
+    )
+
+
 def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
     """Extract by the first extractor that accepts the step."""
     fell_back: list[FallBack] = []
@@ -214,19 +262,19 @@ def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
             if len(extractors) == 1:
                 raise
             fell_back.append(FallBack(name, sentences(str(error))))
-    reasons = _by_reason(fell_back)
+    reasons = by_reason(fell_back)
     raise ExtractionError(sentences(f"no extractor takes {type(step.model).__name__}", *reasons))
 
 
-def _by_reason(fell_back: Sequence[FallBack]) -> list[str]:
+def by_reason(fell_back: Sequence[FallBack]) -> list[str]:
     """Return every reason once, with the extractors that gave it."""
-    by_reason: dict[str, list[FallBack]] = {}
+    reasons: dict[str, list[FallBack]] = {}
     for tried in fell_back:
         _, _, reason = tried.reason.partition(": ")  # the part before says what failed
-        by_reason.setdefault(reason or tried.reason, []).append(tried)
+        reasons.setdefault(reason or tried.reason, []).append(tried)
     return [
         f"{' and '.join(tried.extractor for tried in alike)}: {alike[0].reason}"
-        for alike in by_reason.values()
+        for alike in reasons.values()
     ]
 
 
@@ -236,7 +284,9 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
         if extractor == "modules":
             graph, units, forward_of = module_graph(step)
             return Extraction(step, graph, None, None, forward_of, "modules", units=units)
-        return _of_trace(step, trace(step) if extractor == "export" else record(step), extractor)
+        constants = Constants(step)
+        traced = trace(step) if extractor == "export" else record(step)
+        return _of_trace(step, traced, extractor, constants)
     except ExtractionError:
         raise
     except Exception as error:
@@ -246,7 +296,9 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
         ) from error
 
 
-def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extraction:
+def _of_trace(
+    step: Workload, traced: Traced, extractor: Extractor, constants: Constants
+) -> Extraction:
     name = type(step.model).__name__
     program, facts = convert(traced, ties_of(step))
     if program.op_count == 0:
@@ -259,6 +311,8 @@ def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extractio
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)
     forward, call_of, no_forward = _forward(step, traced, program, facts)
+    held = (*program.sources, *(forward.sources if forward is not None else ()))
+    constants.hold(source.tensor for source in held if source.tensor is not None)
     return Extraction(
         step=step,
         graph=build_graph(program, facts, name),
@@ -267,9 +321,11 @@ def _of_trace(step: Workload, traced: Traced, extractor: Extractor) -> Extractio
         forward_of=tuple(op.forward_op for op in facts),
         extractor=extractor,
         depends_on_data=traced.depends_on_data,
+        unchecked=traced.unchecked,
         forward_program=forward,
         call_of=call_of,
         no_forward=no_forward,
+        constants=constants,
     )
 
 

@@ -22,6 +22,37 @@ TAG: Final = "placer_call"
 """Key of the exported call that a node stems from, in the part of its meta that torch passes on."""
 IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
 
+ASSERTS: Final = ("_assert_async", "_assert_scalar")
+
+
+def drop_checks(graph: fx.Graph, *, unread: bool) -> None:
+    """Remove asserts of values from a graph, and what only they read.
+
+    With ``unread``, as where the model checks values itself, all goes that nothing reads.
+    """
+    nodes = [node for node in graph.nodes if operator_name(node.target) in ASSERTS]
+    nodes += [node for node in graph.nodes if unread and not _has_effect(node.target)]
+    erased: set[fx.Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node.op != "call_function" or node.users or node in erased:
+            continue
+        inputs = node.all_input_nodes
+        if node.target is operator.getitem:  # members of a result go together
+            members = list(inputs[0].users)
+            if any(member.users for member in members):
+                continue
+            nodes += members
+        graph.erase_node(node)
+        erased.add(node)
+        nodes += [each for each in inputs if not _has_effect(each.target)]
+
+
+def _has_effect(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return isinstance(target, torch._ops.HigherOrderOperator)
+    return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
 
 def operator_name(target: Any) -> str:
     """Return the name of an operator without its namespace and overload."""

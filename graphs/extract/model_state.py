@@ -1,4 +1,9 @@
-"""Contexts that give a step other tensors or another mode, and restore its model on exit."""
+"""What a step's model holds: contexts that replace it meanwhile, and what a program keeps of it.
+
+The contexts give a step other tensors or another mode, and restore its model on exit.
+:class:`Constants` are what a traced program holds besides parameters, buffers and tensors of the
+inputs: neither the program nor its readers see a change of them.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,22 @@ import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from graphs.extract.errors import explained, quiet
+from graphs.arguments import contexts_by_name, leaves_by_path
+from graphs.extract.errors import explained, first_line, quiet
 from graphs.extract.module_calls import module_paths
+from graphs.inputs import PLAIN, snapshot, tensors_within
 from graphs.workload import ExtractionError, Workload
 
+OF_MODULES: Final = frozenset(vars(nn.Module()))
 Copier = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -163,13 +172,18 @@ class _Attributes:
 
 
 @contextlib.contextmanager
-def written_when_assigned(root: nn.Module, named: Callable[[str], str]) -> Iterator[None]:
+def written_when_assigned(
+    root: nn.Module, named: Callable[[str], str]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Write tensors assigned to buffers of submodules into the buffers after each forward.
 
     torch.export follows assignments to buffers of the module that it exports itself, and ignores
-    those to buffers of its submodules. ``named`` maps paths of buffers to names for messages.
+    those to buffers of its submodules and to other attributes, of which it warns. ``named`` maps
+    paths of buffers to names for messages. Yields a list that receives the replaced tensors of
+    other attributes, for :func:`check_not_replaced`.
     """
     original = root.forward
+    gone: list[tuple[str, torch.Tensor]] = []
 
     @functools.wraps(original)
     def forward(*inputs: Any, **keywords: Any) -> Any:
@@ -180,7 +194,9 @@ def written_when_assigned(root: nn.Module, named: Callable[[str], str]) -> Itera
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
+        slots = tensor_attributes({module: path for path, module in root.named_modules()})
         outputs = original(*inputs, **keywords)
+        gone.extend((named(path), tensor) for path, tensor in replaced(slots))
         ids = {id(buffer) for buffer in before.values()}
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (path, module, name), buffer in before.items():
@@ -201,7 +217,7 @@ def written_when_assigned(root: nn.Module, named: Callable[[str], str]) -> Itera
         else:
             restored.callback(delattr, root, "forward")
         root.forward = forward
-        yield
+        yield gone
 
 
 def check_same_form(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
@@ -211,3 +227,144 @@ def check_same_form(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
             f"the step gives {name} the shape {tuple(now.shape)} and {now.dtype}, it had "
             f"{tuple(before.shape)} and {before.dtype}; state that grows cannot be placed"
         )
+
+
+# --- constants of a traced program
+
+
+Slot = tuple[str, dict[str, Any], str, list[torch.Tensor]]
+"""Path of an attribute, the dict that it is in, its name there, and the tensors that it holds."""
+
+
+def tensor_attributes(paths: Mapping[nn.Module, str]) -> list[Slot]:
+    """Return the attributes of modules that hold tensors, but are no parameters or buffers."""
+    return [
+        (f"{path}.{name}" if path else name, vars(module), name, tensors)
+        for module, path in paths.items()
+        for name, value in vars(module).items()
+        if name not in OF_MODULES and (tensors := [*tensors_within(value, nn.Module)])
+    ]
+
+
+def replaced(slots: Iterable[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor that is no longer in its attribute, with the path of that."""
+    for path, owner, name, tensors in slots:
+        now = owner.get(name)
+        if now is not tensors[0] or len(tensors) > 1:
+            kept = {id(tensor) for tensor in tensors_within(now, nn.Module)}
+            yield from ((path, tensor) for tensor in tensors if id(tensor) not in kept)
+
+
+def check_not_replaced(
+    gone: Iterable[tuple[str, torch.Tensor]], is_read: Callable[[torch.Tensor], bool]
+) -> None:
+    """Raise if the tensor of an attribute was read, as a constant of a trace, and replaced."""
+    for path, tensor in gone:
+        if is_read(tensor):
+            raise ExtractionError(
+                f"the model assigns {path}, which it reads and which is neither a parameter "
+                "nor a buffer; make it one with register_buffer"
+            )
+
+
+class Constants:
+    """What a traced program holds itself: objects among the inputs, and tensors.
+
+    Made before the trace; ``hold`` adds the tensors of the program.
+    """
+
+    def __init__(self, step: Workload) -> None:
+        """Remember the objects among the inputs of a step.
+
+        Raises:
+            ExtractionError: whether one changes cannot be seen.
+        """
+        self._model = type(step.model).__name__
+        self._paths = module_paths(step)
+        self._objects = [
+            (path, leaf, _snapshot(path, leaf))
+            for path, leaf in leaves_by_path(step.step_inputs, step.keywords).items()
+            if type(leaf) not in PLAIN and not isinstance(leaf, torch.Tensor)
+        ]
+        self._inputs = step.step_inputs, step.keywords
+        self._contexts = contexts_by_name(*self._inputs)
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+        self._attributes: list[Slot] = []
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember the tensors of the traced program, and the attributes that they are in.
+
+        Raises:
+            ExtractionError: the trace has changed an object.
+        """
+        for what in self._changed_objects():
+            raise ExtractionError(
+                f"the model changes {what}, which a placed step would not; return what it computes"
+            )
+        held = [tensor for tensor in tensors if has_memory(tensor)]
+        self._tensors = [(tensor, _version(tensor)) for tensor in held]
+        self._attributes = [
+            slot
+            for slot in tensor_attributes(self._paths)
+            if any(is_part_of(held, tensor) for tensor in slot[3])
+        ]
+
+    def check(self) -> None:
+        """Check that all is as it was when the step was extracted.
+
+        Raises:
+            ValueError: an object or a tensor has changed.
+        """
+        for what in self._changed_objects():
+            raise ValueError(
+                f"{what}, has changed since the step was extracted, and is a constant of the "
+                "placed step: only tensors may change from batch to batch; place the model again"
+            )
+        for path, _ in replaced(self._attributes):
+            raise ValueError(self._changed(path))
+        for tensor, version in self._tensors:
+            if _version(tensor) != version:
+                paths = (slot[0] for slot in self._attributes if is_part_of(slot[3], tensor))
+                raise ValueError(self._changed(next(paths, "a tensor outside of the modules")))
+
+    def _changed_objects(self) -> Iterator[str]:
+        for path, leaf, before in self._objects:
+            if _snapshot(path, leaf) != before:
+                yield f"input {path}, a {type(leaf).__name__}"
+        if self._contexts and (now := contexts_by_name(*self._inputs)) != self._contexts:
+            name = next(name for name in now if now[name] != self._contexts.get(name))
+            yield f"input [{name!r}], in more than its tensors"
+
+    def _changed(self, what: str) -> str:
+        return (
+            f"{what} of {self._model} has changed since the step was extracted, and is a constant "
+            "of the placed step: it is neither a parameter nor a buffer; make it one with "
+            "register_buffer, or place the model again"
+        )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values; fake ones and those on the meta device have none."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_part_of(tensors: Iterable[torch.Tensor], one: torch.Tensor) -> bool:
+    """Return whether a tensor begins where one of others does."""
+    return has_memory(one) and any(
+        has_memory(tensor) and tensor.data_ptr() == one.data_ptr() for tensor in tensors
+    )
+
+
+def _snapshot(path: str, value: Any) -> Any:
+    try:
+        return snapshot(value)
+    except Exception as error:
+        raise ExtractionError(
+            f"input {path} is a {type(value).__name__}, which would be a constant of the placed "
+            f"step, but whether it changes cannot be seen ({first_line(error)}); make it in the "
+            "model's forward, or give the numbers and tensors that it stands for"
+        ) from error

@@ -82,7 +82,10 @@ def _is_bad_usage(error: BaseException) -> bool:
     from placer.sources.names import TargetError
     from placer.warm_start import WarmStartError
 
-    return isinstance(error, ConstraintError | WarmStartError | RenamingError | TargetError)
+    kinds: tuple[type[ValueError], ...] = (ConstraintError, WarmStartError, RenamingError)
+    if (workload := sys.modules.get("graphs.workload")) is not None:  # it imports torch
+        kinds += (workload.ExtractionError,)
+    return isinstance(error, (*kinds, TargetError))
 
 
 def memory_shortage(error: BaseException) -> str | None:

@@ -7,7 +7,9 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,9 +51,13 @@ def print_result(
 
 
 def say(args: argparse.Namespace, text: object) -> None:
-    """Print a remark to stderr."""
-    if not args.quiet:
-        print(text, file=sys.stderr)
+    """Print a remark to stderr, on a terminal without breaking words."""
+    if args.quiet:
+        return
+    shown = str(text)
+    if sys.stderr.isatty():
+        shown = textwrap.fill(shown, shutil.get_terminal_size().columns, break_long_words=False)
+    print(shown, file=sys.stderr)
 
 
 def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:

@@ -63,6 +63,8 @@ class Exported:
         placed_on: the devices of the placement, for which steps are predicted.
         placed_step: predicted step as placed, None if op costs are unknown.
         exported_step: predicted step as exported, None if it is unknown.
+        single_device: the device that is fastest alone, "" if it is unknown or the only one.
+        single_step: predicted step with all on that device, by its name as exported.
         remedy: at most one sentence: what to do about the difference.
     """
 
@@ -72,6 +74,8 @@ class Exported:
     placed_on: tuple[str, ...]
     placed_step: StepResult | None = None
     exported_step: StepResult | None = None
+    single_device: str = ""
+    single_step: StepResult | None = None
     remedy: str = ""
 
     @property
@@ -91,9 +95,19 @@ class Exported:
             why = why or self.placed_step.why
             sentences.append(
                 f"predicted step on {', '.join(self.placed_on)}: {_step_text(self.placed_step)} as "
-                f"placed, {_step_text(self.exported_step)} as exported{why and f': {why}'}"
+                f"placed, {_step_text(self.exported_step)} as exported{self._single_text}"
+                f"{why and f': {why}'}"
             )
         return [*sentences, self.remedy] if self.remedy else sentences
+
+    @property
+    def _single_text(self) -> str:
+        if self.single_step is None:
+            return ""
+        text = f", {_step_text(self.single_step)} with all on {self.single_device}"
+        exported = self.exported_step
+        wins = exported is not None and is_faster(self.single_step, exported)
+        return text + ", which is faster" if wins else text
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -103,6 +117,8 @@ class Exported:
             "moved_op_count": self.moved_op_count,
             "placed_step": _step_data(self.placed_step),
             "exported_step": _step_data(self.exported_step),
+            "single_device": self.single_device,
+            "single_step": _step_data(self.single_step),
             "remedy": self.remedy,
         }
 
@@ -132,6 +148,13 @@ class StepPredictor:
     def placed_step(self) -> StepResult:
         """Return the predicted step of the placement itself."""
         return self._simulated.evaluate([self.placement])[0]
+
+    def best_single(self) -> tuple[str, StepResult]:
+        """Return the fastest device alone, as exported, and the step with all calls on it."""
+        names = [self._renamed.get(name, name) for name in self.problem.cluster.names]
+        steps = {name: self.step(dict.fromkeys(self._calls, name)) for name in names}
+        best = min(steps, key=lambda name: (not steps[name].feasible, steps[name].step_s))
+        return best, steps[best]
 
     def exported_placement(self, runs_on: Mapping[str, str]) -> Placement:
         """Return the placement with all ops of a call on one device, in program order.
@@ -190,7 +213,11 @@ def export_extracted(
     if predictor is None:
         return result
     step = predictor.step(output.runs_on) if output.is_predictable else None
-    return replace(result, placed_step=predictor.placed_step, exported_step=step)
+    result = replace(result, placed_step=predictor.placed_step, exported_step=step)
+    if len(predictor.problem.cluster) == 1:
+        return result
+    single_device, single_step = predictor.best_single()
+    return replace(result, single_device=single_device, single_step=single_step)
 
 
 def is_faster(step: StepResult, other: StepResult) -> bool:

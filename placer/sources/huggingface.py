@@ -37,7 +37,13 @@ from graphs.extract import Workload
 from graphs.files import file_error_message
 from graphs.strict_json import brief, parse_json
 from graphs.text import suggestion
-from placer.sources.huggingface_config import OF_LOADING, check_harmless, read_config
+from placer.sources.huggingface_config import (
+    CONFIG_NAME,
+    OF_LOADING,
+    check_harmless,
+    quantization_method,
+    read_config,
+)
 from placer.sources.names import PREFIX, TargetError
 
 BATCH: Final = 1
@@ -272,6 +278,12 @@ def _maker_of_file(transformers: Any, request: Request, path: Path) -> Callable[
         raise TargetError(
             f"{request}: transformers does not know its model_type {kind!a}, and code "
             f"in a folder is not run; {OWN_FUNCTION}"
+        )
+    if quantization := quantization_method(content):
+        raise TargetError(
+            f"{request}: its weights are quantized ({quantization}), and quantized weights cannot "
+            "be placed; to place the model in full precision, remove quantization_config from "
+            f"{CONFIG_NAME}"
         )
     from_dict = transformers.CONFIG_MAPPING[kind].from_dict
     return lambda **fields: from_dict(copy.deepcopy(content), **fields)

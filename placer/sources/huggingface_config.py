@@ -39,6 +39,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return load_checked(file, _harmless)
 
 
+def quantization_method(content: Mapping[str, Any]) -> str:
+    """Return how the weights of a configuration or a part of it are quantized, "" if they are not.
+
+    >>> quantization_method({"text_config": {"quantization_config": {"quant_method": "gptq"}}})
+    'gptq'
+    """
+    if given := content.get("quantization_config"):
+        method = given.get("quant_method") if isinstance(given, Mapping) else None
+        return method if isinstance(method, str) else "quantization_config"
+    parts = (part for part in content.values() if isinstance(part, Mapping))
+    return next(filter(None, map(quantization_method, parts)), "")
+
+
 def _harmless(data: object) -> dict[str, Any]:
     content: dict[str, Any] = _without_code(table(data, ""))
     check_harmless(content)

@@ -7,9 +7,10 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
 
@@ -28,6 +29,17 @@ from placer.sources.names import (
 
 if TYPE_CHECKING:
     from graphs.extract import Workload
+
+
+INSTALLED_AS: Final = {
+    "cv2": "opencv-python",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "skimage": "scikit-image",
+    "yaml": "pyyaml",
+    "torch_geometric": "torch-geometric",
+}
+"""{package: its name at PyPI}, where it differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +103,9 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Workload:
     except SystemExit as leaving:
         raise TargetError(f"{target} {_left(leaving)} instead of returning a model") from leaving
     except Exception as error:
-        raise TargetError(f"{target} failed: {type(error).__name__}: {error}") from error
+        missing = _missing_package(target, error)
+        message = f"{target} failed: {type(error).__name__}: {error}"
+        raise TargetError(missing or message) from error
     return _step(made, target, training)
 
 
@@ -161,8 +175,22 @@ def _module(path: Path) -> ModuleType:
     except Exception as error:
         if "failed to map segment" in str(error):
             raise MemoryError(str(error)) from error
-        raise TargetError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        missing = _missing_package(str(path), error)
+        message = f"{path} cannot be imported: {type(error).__name__}: {error}"
+        raise TargetError(missing or message) from error
     return module
+
+
+def _missing_package(what: str, error: Exception) -> str:
+    """Return the message about a package that is not installed, "" for any other error."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not package.isidentifier() or package in sys.modules or find_spec(package) is not None:
+        return ""
+    return (
+        f"{what} needs {package}, which is not installed: "
+        f"pip install {INSTALLED_AS.get(package, package)}, or put {package}.py beside the file "
+        "if it is your own"
+    )
 
 
 def _left(leaving: SystemExit) -> str:

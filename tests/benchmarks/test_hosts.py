@@ -15,8 +15,8 @@ from benchmarks.machine.hosts import (
     placement_of,
     rank_correlation,
     recorded,
+    reruns,
     scaled,
-    simulated_s,
 )
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -81,13 +81,27 @@ def test_copies_block_the_host() -> None:
     assert len(schedule.transfers) == 3
 
 
-def test_recorded_placements_are_simulated_with_recorded_costs() -> None:
-    graph = chain_graph()
+def test_recorded_placements_are_simulated_with_recorded_and_fitted_costs() -> None:
     costs_ns = {"cuda:0": " ".join(8 * ["2000000"]), "cpu": " ".join(8 * ["30000000"])}
-    problem = costed(graph, machine(), costs_ns)
+    problem = costed(chain_graph(), machine(), costs_ns)
     order = " ".join(map(str, range(8)))
-    assert simulated_s(problem, "00000000", order) == pytest.approx(8 * 2e-3, rel=0.01)
-    assert simulated_s(problem, "11111111", order) == pytest.approx(8 * 30e-3, rel=0.01)
-    assert simulated_s(problem, "00001111", order) == pytest.approx(4 * 32e-3, rel=0.01)
+    recorded_s = {"00000000": 32e-3, "11111111": 240e-3, "00001111": 136e-3}
+    rows = [
+        {"name": devices, "devices": devices, "order": order, "median_s": step_s}
+        | {"predicted_s": step_s / 2, "tied_with_fastest": step_s < 0.1}
+        for devices, step_s in recorded_s.items()
+    ]
+    parts = {"chain: no limit": {"rows": rows[:2]}, "chain: 50%": {"rows": rows[2:]}}
+    found = list(reruns(problem, "chain", parts))
+    assert [each.name for each in found] == ["00000000", "11111111", "00001111, 50%"]
+    assert [each.measured for each in found] == ["32.0 (tie)", "240.0", "136.0"]
+    assert [each.recorded for each in found] == 3 * [0.5]
+    expected = [16 / 32, 1.0, 128 / 136]
+    assert [each.simulated for each in found] == pytest.approx(expected, rel=0.01)
+    # A fit believes one measurement in part; the GPU's factor also serves the other placement.
+    first, second, third = (each.fitted for each in found)
+    assert 0.6 < first < 1.0
+    assert second == pytest.approx(1.0, rel=0.05)
+    assert third > 128 / 136
     with pytest.raises(ValueError, match="8 ops, but 7 were recorded on cuda:0"):
-        costed(graph, machine(), {"cuda:0": " ".join(7 * ["1"])})
+        costed(chain_graph(), machine(), {"cuda:0": " ".join(7 * ["1"])})

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import re
 import weakref
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import InitVar, dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
-from graphs.inputs import flatten_objects, holds_tensors, leaves_with_paths, tensors_within
+from graphs.inputs import (
+    flatten_objects,
+    holds_tensors,
+    leaves_with_paths,
+    snapshot,
+    tensors_within,
+)
 from graphs.workload import StepError, Workload
 
 X, Y = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 0])
@@ -225,3 +236,112 @@ def test_the_example_does_not_follow_changes_of_the_callers_object() -> None:
     step = Workload.of(nn.Identity(), ([batch],), training=False)
     batch.x = Y
     assert step.inputs[0][0].x is X
+
+
+ARRAY = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((X, ARRAY), r"input \[1\] is an array of numpy.*torch\.from_numpy"),
+        ({"x": X, "mask": ARRAY}, r"input \['mask'\] is an array"),
+        ((X, {"masks": [ARRAY]}), r"input \[1\]\['masks'\]\[0\] is an array"),
+        ((X, Batch(ARRAY)), r"input \[1\].* an array of numpy"),  # type: ignore[arg-type]
+        ((X, SimpleNamespace(inner=Holder(x=ARRAY))), r"\(SimpleNamespace\) holds an array"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_arrays_of_numpy_are_refused(inputs: Any, message: str, training: bool) -> None:
+    with pytest.raises(StepError, match=message):
+        Workload.of(nn.Identity(), inputs, training=training)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    step = Workload.of(nn.Identity(), (X, np.float32(2), np.int64(3)), training=False)
+    assert step.inputs[1:] == (2.0, 3)
+
+
+@dataclass
+class Config:
+    scale: float = 2.0
+    layers: list[int] = field(default_factory=lambda: [1, 2])
+
+
+class Slotted:
+    __slots__ = ("a",)
+    a: Any
+
+
+def slotted(a: Any) -> Slotted:
+    value = Slotted()
+    value.a = a
+    return value
+
+
+def counted(first: int) -> Any:
+    count = first
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return step
+
+
+def changed(value: Any, change: Any) -> tuple[Any, Any, Any]:
+    before, again = snapshot(value), snapshot(value)
+    change(value)
+    return before, again, snapshot(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (Config(), lambda v: setattr(v, "scale", 3.0)),
+        (Config(), lambda v: v.layers.append(3)),
+        (SimpleNamespace(inner=Config()), lambda v: setattr(v.inner, "scale", 3.0)),
+        (slotted([1]), lambda v: v.a.append(2)),
+        (deque([1]), lambda v: v.append(2)),
+        ({1: {2}}, lambda v: v[1].add(3)),
+        (OrderedDict(a=1), lambda v: v.move_to_end("a") or v.update(b=2)),
+        (UserDict(a=1), lambda v: v.update(a=2)),
+        (bytearray(b"a"), lambda v: v.append(1)),
+        (counted(0), lambda v: v()),
+        (Config([1]).layers.__len__, lambda v: v.__self__.append(3)),  # type: ignore[arg-type]
+        (partial(len, [1]), lambda v: v.args[0].append(2)),
+        (iter([1, 2]), next),
+        (nn.ReLU(), lambda v: v.eval()),
+        (torch.Generator(), lambda v: torch.rand(1, generator=v)),
+    ],
+)
+def test_a_snapshot_shows_changes_of_objects(value: Any, change: Any) -> None:
+    before, again, after = changed(value, change)
+    assert before == again
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(3, [float("nan")], "x", None, len, X.shape, Bare(), object(), nn.Module, torch),
+        *(torch.float32, torch.strided, re.compile("a"), np.float32(2), Path("a"), range(3)),
+        *({3, 1, 2}, cyclic),
+    ],
+)
+def test_a_snapshot_is_the_same_again(value: Any) -> None:
+    assert snapshot(value) == snapshot(value)
+
+
+def test_a_snapshot_of_a_cycle_ends() -> None:
+    config = Config()
+    config.layers.append(config)  # type: ignore[arg-type]
+    before, again, after = changed(config, lambda v: setattr(v, "scale", 3.0))
+    assert before == again != after
+
+
+def test_what_cannot_be_compared_has_no_snapshot() -> None:
+    for value in ((n for n in range(3)), Lock(), SimpleNamespace(lock=[Lock()])):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            snapshot(value)

@@ -19,6 +19,14 @@ TARGETS = {
     "llama": f"hf:llama?{COMMON}&{LLAMA}&num_key_value_heads=1",
     "mixtral": f"hf:mixtral?{COMMON}&{LLAMA}&num_key_value_heads=1&num_local_experts=4",
 }
+MIXTURES = {
+    "qwen2_moe": f"hf:qwen2_moe?{COMMON}&{LLAMA}&num_key_value_heads=2&moe_intermediate_size=8"
+    "&shared_expert_intermediate_size=16&num_experts=4&num_experts_per_tok=2",
+    "deepseek_v3": f"hf:deepseek_v3?{COMMON}&{LLAMA}&num_key_value_heads=2&moe_intermediate_size=8"
+    "&n_routed_experts=4&n_group=2&topk_group=1&num_experts_per_tok=2&q_lora_rank=8"
+    "&kv_lora_rank=8&qk_rope_head_dim=4&qk_nope_head_dim=4&v_head_dim=8&first_k_dense_replace=1",
+    "mixtral": TARGETS["mixtral"],
+}
 OTHERS = {
     "vit": "hf:vit?batch=2&image_size=8&patch_size=4&hidden_size=16&num_hidden_layers=1"
     "&num_attention_heads=2&intermediate_size=24&num_labels=3",

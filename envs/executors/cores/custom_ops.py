@@ -21,8 +21,8 @@ from typing import Final
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from envs.executors.cores.errors import WorkerError
 from graphs.extract.program import StepProgram
+from graphs.workload import ExtractionError
 
 OF_TORCH: Final = ("aten", "prims")
 """Namespaces of torch, which every worker knows."""
@@ -63,7 +63,7 @@ def registrations(program: StepProgram) -> Registrations:
     """Return what registered the custom operators of a program in this process.
 
     Raises:
-        WorkerError: it was the script that runs, or no module.
+        ExtractionError: it was the script that runs, or no module.
     """
     targets = {call.target for call in program.calls}
     custom = sorted(t for t in targets if t.partition(".")[0] not in OF_TORCH)
@@ -74,7 +74,7 @@ def registrations(program: StepProgram) -> Registrations:
         for name in _modules(target):
             file = getattr(sys.modules.get(name), "__file__", None)
             if name == "__main__" or file is None:
-                raise WorkerError(
+                raise ExtractionError(
                     f"workers cannot register the operator {target}, which {name} registered: "
                     "define it in a module of its own, and import that"
                 )

@@ -63,6 +63,7 @@ class PlacedModel:
         extraction.check_any_data()
         self.model = extraction.step.model
         self.program = extraction.program
+        self._extraction = extraction
         self._step = extraction.step
         self._handed: HandOver | None = None
         lists = device_lists(self.program, devices, order, len(cluster))
@@ -97,12 +98,14 @@ class PlacedModel:
         ``step(x, target=y)`` or ``step({"x": x, "target": y})``.
 
         Raises:
-            ValueError: the batch does not match the example inputs, or a parameter or buffer
-                has another shape, dtype or device than when the model was placed.
+            ValueError: the batch does not match the example inputs, a parameter or buffer has
+                another shape, dtype or device than when the model was placed, or what the step
+                holds of the model or the inputs has changed.
             WorkerError: a worker died, hung, or could not run an op.
         """
         if self._pool.closed or self._handed is None:
             raise WorkerError("the workers of this placed model have ended; place it again")
+        self._extraction.check_constants()
         positional, named = self._step.unpacked(batch, keywords)
         outputs, _ = self._handed.step(lambda: self._pool.run(self._number), positional, named)
         return outputs

@@ -172,12 +172,15 @@ class PlacedModule(nn.Module):
         """Run the step's forward pass.
 
         Raises:
-            ValueError: the inputs do not match the example inputs.
+            ValueError: the inputs do not match the example inputs, or what the step holds of the
+                model or the inputs has changed since it was extracted.
             Exception: as torch raises it, with a note that names the call.
         """
         if self._is_in_other_mode:
             return self._others[0](*inputs, **keywords)
         bound = self._step.bound(inputs, keywords, training=self._step.training)
+        if not torch.compiler.is_compiling():
+            self._extraction.check_constants()
         leaves = matched_leaves(self._step, *bound)
         with nullcontext() if self._step.training else torch.no_grad():
             states = self._states.tensors()

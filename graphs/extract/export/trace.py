@@ -14,8 +14,8 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import fx, nn
@@ -32,16 +32,24 @@ from graphs.extract.autocast import (
     without_casts,
 )
 from graphs.extract.convert import Traced
-from graphs.extract.eager import without_meta
+from graphs.extract.eager import check_runs, has_no_values, without_meta
 from graphs.extract.errors import (
     custom_backward_refused,
     wants_input_gradient,
     writes_input,
 )
 from graphs.extract.export.parts import Parts
-from graphs.extract.fx_nodes import tag_calls
-from graphs.extract.model_state import tracing, with_distinct_inputs, written_when_assigned
+from graphs.extract.fx_nodes import drop_checks, tag_calls
+from graphs.extract.model_state import (
+    check_not_replaced,
+    in_step_mode,
+    is_part_of,
+    tracing,
+    with_distinct_inputs,
+    written_when_assigned,
+)
 from graphs.extract.program import Result, ResultRole, Role, Source
+from graphs.extract.reads.answers import CheckReads
 from graphs.precision import FULL
 from graphs.workload import (
     WRAPPED,
@@ -52,6 +60,7 @@ from graphs.workload import (
     unwrapped,
 )
 
+T = TypeVar("T")
 OF_PROGRAMS = frozenset(
     {"_guards_fn", "_in_spec", "_out_spec", "range_constraints", "shape_env", "validate_inputs"}
 )
@@ -93,16 +102,45 @@ def trace(step: Workload) -> Traced:
     tensors, without memory for its parameters.
     """
     with tracing(step, "exported"), without_meta(step) as traceable:
-        distinct = with_distinct_inputs(traceable)
-        if step.training:
-            with cell_by_cell(distinct):
-                return _described(LossModule(distinct), distinct)
-        return _inference(distinct) if step.dtype == FULL else _mixed_inference(distinct)
+        traced, unchecked = _answered(with_distinct_inputs(traceable), _step)
+        return replace(traced, unchecked=unchecked)
 
 
-def _mixed_inference(step: Workload) -> Traced:
+def _step(step: Workload, checked: bool) -> Traced:
+    if step.training:
+        with cell_by_cell(step):
+            return _described(LossModule(step), step, checked)
+    return (_inference if step.dtype == FULL else _mixed_inference)(step, checked)
+
+
+def _answered(
+    step: Workload, export: Callable[[Workload, bool], T], whole: Workload | None = None
+) -> tuple[T, tuple[str, ...]]:
+    """Export without the checks of values that the model makes; return their lines, too.
+
+    They must hold on the example inputs: if there are any, the step runs once, by torch alone, or
+    the ``whole`` one if what is exported is a part of it. ``export`` is told whether there are any.
+    """
+    reads = CheckReads()
+    try:
+        with in_step_mode(step), reads.watched():
+            exported = export(step, False)
+    except Exception:
+        if not reads.lines or has_no_values(step):
+            raise
+    else:
+        if not reads.lines:
+            return exported, ()
+    if not has_no_values(step):
+        with reads.kept():
+            check_runs(whole or step)  # raises if a check fails
+    with in_step_mode(step), reads.answered():
+        return export(step, True), tuple(reads.lines)
+
+
+def _mixed_inference(step: Workload, checked: bool) -> Traced:
     """Trace inference under autocast, which must see what composite operators consist of."""
-    traced = _described(ModelAlone(step), step)
+    traced = _described(ModelAlone(step), step, checked)
     state = step.named_state()
     trained = {
         node
@@ -113,11 +151,11 @@ def _mixed_inference(step: Workload) -> Traced:
     return traced
 
 
-def _described(wrapper: nn.Module, step: Workload) -> Traced:
+def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
     parts = Parts(step)
     with custom_backward_refused(step, functions=True, saving=True):
-        program, module = _exported(wrapper, step, parts)
+        program, module = _exported(wrapper, step, parts, checked)
     joint = _aot_graph(module, step, parts)
     leaves = tree_flatten(parts.arguments)[0]
     sources: dict[fx.Node, Source] = {}
@@ -153,27 +191,39 @@ def _described(wrapper: nn.Module, step: Workload) -> Traced:
     )
 
 
+def _forward(step: Workload, checked: bool) -> fx.GraphModule:
+    return _exported(ModelAlone(step), step, Parts(step), checked)[1]
+
+
 def trace_forward(step: Workload) -> fx.GraphModule:
     """Export the forward pass of a step's model alone, in the mode of the step."""
     with tracing(step, "exported"), without_meta(step.without_loss) as traceable:
         alone = with_distinct_inputs(traceable)
-        return _exported(ModelAlone(alone), alone, Parts(alone))[1]
+        return _answered(alone, _forward, step)[0]
 
 
 def _exported(
-    wrapper: nn.Module, step: Workload, parts: Parts
+    wrapper: nn.Module, step: Workload, parts: Parts, checked: bool
 ) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
     """Export a wrapper of a step's model; return the program, and its module with tagged calls."""
     with (
         autocast(step.dtype),
         parts.taken_apart(wrapper),
-        written_when_assigned(wrapper, unwrapped),
+        written_when_assigned(wrapper, unwrapped) as gone,
     ):
         program = torch.export.export(wrapper, *parts.arguments, strict=False)
+    check_not_replaced(gone, constants_in(program))
+    drop_checks(program.graph_module.graph, unread=checked)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     tag_calls(module, WRAPPED)
     return program, module
+
+
+def constants_in(program: torch.export.ExportedProgram) -> Callable[[torch.Tensor], bool]:
+    """Return a function that tells whether a tensor is a constant of an exported program."""
+    held = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
+    return functools.partial(is_part_of, held)
 
 
 INPUTS: Final[dict[str, Role]] = {
@@ -271,7 +321,7 @@ EXPORT_INPUTS: Final[dict[InputKind, Role]] = {
 }
 
 
-def _inference(step: Workload) -> Traced:
+def _inference(step: Workload, checked: bool) -> Traced:
     """Trace inference to the core graph, whose signature identifies inputs and outputs."""
     # In a wrapper submodules can have any names, and buffers can be assigned in any order.
     is_wrapped = bool(reserved_at_the_top(step.model) or step.model._buffers)
@@ -279,8 +329,10 @@ def _inference(step: Workload) -> Traced:
     model = ModelAlone(step) if prefix else step.model
     named: Callable[[str], str] = unwrapped if prefix else str
     parts = Parts(step)
-    with parts.taken_apart(model), written_when_assigned(model, named):
+    with parts.taken_apart(model), written_when_assigned(model, named) as gone:
         program = torch.export.export(model, *parts.arguments, strict=False)
+    check_not_replaced(gone, constants_in(program))
+    drop_checks(program.graph_module.graph, unread=checked)
     tag_calls(program.graph_module, prefix)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)

@@ -61,9 +61,8 @@ QUICK: Final = {
 }
 NOT_ON_CORES: Final = {
     *("inception", "rnnlm", "nasnet", "bert", "distilbert", "gpt2", "t5"),
-    "mixtral",
 }
-"""Models with dropout, of which workers draw their own, and with an operator of transformers."""
+"""Models with dropout, of which workers draw their own."""
 INFERENCE: Final = sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
 TRAINING: Final = [*(name for name in STEPS if name not in tiny_models.INFERENCE), "gru"]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from envs.executors.unplaced import UnplacedModel
-from graphs.extract import StepError, Workload, extract
+from graphs.extract import ExtractionError, StepError, Workload, extract
 from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores
 from tests.helpers.tiny_models import Plain, assert_same
 
@@ -70,6 +73,15 @@ RUNNERS: dict[str, Callable[[Workload], Any]] = {
     "hooks": lambda step: by_modules(extract(step, "modules"), ["cpu"]),
     "unplaced": lambda step: UnplacedModel(extract(step), CORES[:1]),
 }
+
+
+def placed_by(runner: str, step: Workload, extractor: str = "auto") -> Any:
+    """Place a step on torch devices or cores; a machine with one core skips the test."""
+    if runner != "cores":
+        return RUNNERS[runner](step)
+    if len(CORES) < 2:
+        pytest.skip("needs two cores")
+    return on_cores(extract(step, extractor))
 
 
 def model_of(kind: type[nn.Module]) -> nn.Module:
@@ -180,3 +192,194 @@ def test_an_unclear_target_is_refused(
         Workload.of(model_of(kind), inputs, F.mse_loss)
     label = {name: value for name, value in inputs.items() if name == "x"}
     assert Workload.of(model_of(kind), label, F.mse_loss, target=Y).inputs == (Y,)
+
+
+@pytest.mark.parametrize("runner", ["torch devices", "cores"])
+def test_an_array_of_numpy_in_a_batch_is_refused(runner: str) -> None:
+    model = Plain(lambda m, x, scale: m.a(x) * scale, a=nn.Linear(6, 6))
+    with placed_by(runner, Workload.of(model, (X, 2.0), training=False)) as placed:
+        for batch in ((X.numpy(), 2.0), (X, X.numpy())):
+            with pytest.raises(ValueError, match=r"array of numpy: give torch\.from_numpy"):
+                placed.step(*batch)
+
+
+@dataclass
+class Config:
+    scale: float = 2.0
+    layers: list[int] = field(default_factory=lambda: [1])
+
+
+class Data:
+    """Holds tensors and a configuration, as graphs of torch_geometric do."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.config = x, y, Config()
+
+
+def of_data(m: Any, data: Data) -> Tensor:
+    out: Tensor = m.a(data.x) * data.config.scale + data.y
+    return out
+
+
+RUN_PROGRAMS = pytest.mark.parametrize("runner", ["torch devices", "cores"])
+
+
+@RUN_PROGRAMS
+def test_new_contents_of_the_same_object_are_computed(runner: str) -> None:
+    model = Plain(of_data, a=nn.Linear(6, 6))
+    data = Data(X, Y)
+    with placed_by(runner, Workload.of(model, (data,), training=False)) as placed:
+        assert_same(placed.step(data), model(data).detach())
+        data.x = X.flip(0)
+        data.y.mul_(2)
+        assert_same(placed.step(data), model(data).detach())
+    Y.div_(2)
+
+
+@RUN_PROGRAMS
+@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: [c], lambda c: SimpleNamespace(c=c)])
+def test_an_object_without_tensors_that_has_changed_is_refused(
+    runner: str, wrap: Callable[[Config], Any]
+) -> None:
+    model = Plain(lambda m, x, given: m.a(x), a=nn.Linear(6, 6))
+    config = Config()
+    given = wrap(config)
+    with placed_by(runner, Workload.of(model, (X, given), training=False)) as placed:
+        expected = placed.step(X, given)
+        for change, back in ((3.0, 2.0), ([1, 2], [1])):
+            name = "scale" if isinstance(change, float) else "layers"
+            setattr(config, name, change)
+            with pytest.raises(ValueError, match=r"input \[1\].* has changed since"):
+                placed.step(X, given)
+            setattr(config, name, back)
+            assert_same(placed.step(X, given), expected)
+
+
+def test_a_model_that_changes_an_object_of_its_inputs_runs_by_its_own_code_alone() -> None:
+    def counting(m: Any, x: Tensor, config: Config) -> Tensor:
+        config.layers.append(1)
+        out: Tensor = m.a(x) * len(config.layers)
+        return out
+
+    model = Plain(counting, a=nn.Linear(6, 6))
+    extraction = extract(Workload.of(model, (X, Config()), training=False))
+    assert extraction.extractor == "modules"
+    assert "changes input [1], a Config" in extraction.fell_back[0].reason
+
+
+def test_an_object_whose_changes_cannot_be_seen_is_left_to_the_models_own_code() -> None:
+    model = Plain(lambda m, x, numbers: m.a(x), a=nn.Linear(6, 6))
+    extraction = extract(Workload.of(model, (X, (n for n in range(3))), training=False))
+    assert extraction.extractor == "modules"
+    assert "input [1] is a generator" in extraction.fell_back[0].reason
+
+
+class Masked(nn.Module):
+    """Keeps tensors in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.mask = torch.ones(6)
+        self.parts = {"shift": [torch.ones(6)]}
+        self.unused: Any = torch.ones(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) * self.mask + self.parts["shift"][0]
+        self.unused = out
+        return out
+
+
+CHANGES: dict[str, Callable[[Masked], Any]] = {
+    "mask is replaced": lambda m: setattr(m, "mask", m.mask * 2),
+    "mask is written": lambda m: m.mask.mul_(2),
+    "parts is replaced": lambda m: m.parts.update(shift=[torch.zeros(6)]),
+    "parts is written": lambda m: m.parts["shift"][0].zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("extractor", "runner"),
+    [("export", "torch devices"), ("export", "cores"), ("dispatch", "cores")],
+)
+def test_a_plain_tensor_of_the_model_that_has_changed_is_refused(
+    extractor: str, change: str, runner: str
+) -> None:
+    model: Any = model_of(Masked)
+    step = Workload.of(model, (X,), training=False)
+    with placed_by(runner, step, extractor) as placed:
+        assert_same(placed.step(X), model(X).detach())
+        CHANGES[change](model)
+        name = change.partition(" ")[0]
+        with pytest.raises(ValueError, match=f"^{name} of Masked has changed since"):
+            placed.step(X)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_read_plain_tensors_of_the_model_as_they_are(training: bool) -> None:
+    model: Any = model_of(Masked)
+    step = Workload.of(model, (X, Y), F.mse_loss, training=training)
+    placed = by_modules(extract(step, "modules"), ["cpu"])
+    before = placed.step(X, Y)
+    CHANGES["mask is replaced"](model)
+    assert not torch.equal(placed.step(X, Y), before)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("extractor", ["export", "dispatch"])
+def test_a_plain_tensor_that_the_model_reads_and_replaces_is_refused(
+    extractor: str, training: bool
+) -> None:
+    class Counting(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = self.mask + 1
+            return super().forward(x)
+
+    step = Workload.of(model_of(Counting), (X, Y), F.mse_loss, training=training)
+    with pytest.raises(ExtractionError, match=r"mask|FakeTensors"):
+        extract(step, extractor)
+
+
+def test_a_tensor_outside_the_model_that_is_written_is_refused() -> None:
+    shift = torch.ones(6)
+    model = Plain(lambda m, x: m.a(x) + shift, a=nn.Linear(6, 6))
+    placed = by_calls(extract(Workload.of(model, (X,), training=False)), ["cpu"])
+    placed.step(X)
+    shift.zero_()
+    with pytest.raises(ValueError, match="has changed since the step was extracted"):
+        placed.step(X)
+
+
+class Scaling:
+    """Is registered with a number and a configuration beside its tensor."""
+
+    def __init__(self, x: Tensor, factor: float, config: Config) -> None:
+        self.x, self.factor, self.config = x, factor, config
+
+
+register_pytree_node(
+    Scaling,
+    lambda value: ([value.x], (value.factor, value.config)),
+    lambda parts, context: Scaling(next(iter(parts)), *context),
+    flatten_with_keys_fn=lambda value: (
+        [(GetAttrKey("x"), value.x)],
+        (value.factor, value.config),
+    ),
+)
+
+
+@RUN_PROGRAMS
+def test_what_registered_classes_keep_beside_tensors_may_not_change(runner: str) -> None:
+    model = Plain(lambda m, given: m.a(given.x) * given.factor, a=nn.Linear(6, 6))
+    given = Scaling(X, 2.0, Config())
+    with placed_by(runner, Workload.of(model, (given,), training=False)) as placed:
+        given.x = Y
+        assert_same(placed.step(given), model(given).detach())
+        given.factor = 3.0
+        with pytest.raises(ValueError, match=r"input \[0\] of the batch differs"):
+            placed.step(given)
+        given.factor = 2.0
+        given.config.scale = 5.0
+        with pytest.raises(ValueError, match=r"input \[0\], in more than its tensors, has changed"):
+            placed.step(given)

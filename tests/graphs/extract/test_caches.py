@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from graphs.extract import Extraction, ExtractionError, Workload, extract
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
+from graphs.extract.extraction import EXTRACTORS
 from tests.helpers.placed_steps import CORES, by_calls, on_cores
 from tests.helpers.tiny_models import Plain
 
 transformers = pytest.importorskip("transformers")
+BaseModelOutput = transformers.modeling_outputs.BaseModelOutput
 torch.set_num_threads(1)
 
 SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -88,20 +90,62 @@ def test_outputs_with_caches_are_returned_as_the_model_does(name: str, extractor
     assert_runs_as_eager(extraction, model, inputs_of(name, seed=7))
 
 
+def with_past(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Return a past as a keyword, by the name that this version of transformers has for it."""
+    named = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in named else "past_key_values": cache}
+
+
 def test_a_single_step_with_a_past_takes_and_returns_a_cache() -> None:
     model = model_of("Llama")
-    taken = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in taken else "past_key_values"  # renamed in transformers 5.24
 
     def step_after(seed: int) -> dict[str, Any]:
         with torch.no_grad():
             past = model(input_ids=tokens(6, seed)).past_key_values
-        return {"input_ids": tokens(1, seed), name: past}
+        return {"input_ids": tokens(1, seed), **with_past(model, past)}
 
     extraction = extract(Workload.of(model, step_after(0), training=False))
     assert extraction.extractor == "export"
     output = assert_runs_as_eager(extraction, model, step_after(3))
     assert output.past_key_values.get_seq_length() == 7
+
+
+@pytest.mark.parametrize("encoded", ["tokens", "output", "tuple"])
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_a_single_step_of_an_encoder_decoder_takes_and_returns_a_cache(
+    name: str, encoded: str
+) -> None:
+    model = model_of(name)
+
+    def step_after(seed: int) -> dict[str, Any]:
+        with torch.no_grad():
+            output = model(input_ids=tokens(6, seed), decoder_input_ids=tokens(3, seed + 1))
+        hidden = output.encoder_last_hidden_state
+        given = {
+            "tokens": {"input_ids": tokens(6, seed)},
+            "output": {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)},
+            "tuple": {"encoder_outputs": (hidden,)},
+        }
+        past = with_past(model, output.past_key_values)
+        return {"decoder_input_ids": tokens(1, seed), **given[encoded], **past}
+
+    extraction = extract(Workload.of(model, step_after(0), training=False))
+    assert extraction.extractor == "export"
+    output = assert_runs_as_eager(extraction, model, step_after(3))
+    assert output.past_key_values.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+@pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
+def test_a_cache_of_fixed_size_is_refused_with_what_to_do(extractor: str, is_filled: bool) -> None:
+    model = model_of("Llama")
+    past = with_past(model, transformers.StaticCache(config=model.config, max_cache_len=16))
+    if is_filled:
+        with torch.no_grad():
+            model(input_ids=tokens(6), **past)
+    step = Workload.of(model, {"input_ids": tokens(1), **past}, training=False)
+    with pytest.raises(StepError, match=r"is a StaticCache, into which.*\(DynamicCache\), or none"):
+        extract(step, extractor)
 
 
 class OwnCache:

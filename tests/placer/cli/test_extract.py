@@ -155,7 +155,7 @@ def test_a_model_on_meta_is_extracted_without_costs_and_never_run(
     assert json_of(capsys, "extract", *target, "--costs", "none")["ops"]["forward"] == 1
     out = str(tmp_path / "out.json")
     for command in ("extract", "optimize"):
-        assert main([command, *target, "--devices", CORE, "--out", out]) == 1
+        assert main([command, *target, "--devices", CORE, "--out", out]) == 2
         assert "on the meta device" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_a_forced_extractor_falls_back_to_nothing(
     extractor: str, costs: str, error: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--json", "--extractor", extractor, *costs.split()]
-    assert main(["extract", f"{model}:branching", *options]) == 1
+    assert main(["extract", f"{model}:branching", *options]) == 2
     assert error in capsys.readouterr().err
 
 
@@ -206,9 +206,32 @@ def test_a_graph_of_modules_is_measured_unplaced_on_cores(
     optimized = json_of(capsys, *arguments, *options)
     assert optimized["extractor"] == "modules"
     assert optimized["measured"] is not None
+    assert "cannot be placed on pinned cores" in optimized["verdict"]
     placement = json.loads(out.read_text())
     assert placement["unplaced"] is True
     assert set(placement["devices"]) >= {"0:Linear", "1:ReLU", "0:backward/Linear"}
+    export = ["export", str(out), f"{model}:build", "--format", "device-map"]
+    assert main([*export, "--extractor", "modules", "--as", f"{CORE}=cuda:0"]) == 2
+    error = capsys.readouterr().err
+    assert "which cuda:N and cpu run by the model's own code" in error
+    assert "cannot be placed on cuda" not in error
+
+
+def test_one_reason_of_two_extractors_is_given_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Cache:\n    def __init__(self, x): self.x = x\n    def __copy__(self): return self\n"
+        "class Model(nn.Linear):\n    def forward(self, x):\n"
+        "        return {'out': super().forward(x), 'past': Cache(x * 2)}\n"
+        "def build(): return Model(4, 4), torch.ones(2, 4)\n"
+    )
+    assert main(["extract", f"{path}:build", "--inference", "--costs", "none", "--summary"]) == 0
+    error = capsys.readouterr().err
+    assert error.count("returns a Cache") == 1
+    assert "Not by export and dispatch: " in error
 
 
 def test_a_recording_is_measured_and_named_in_the_result(
@@ -222,3 +245,37 @@ def test_a_recording_is_measured_and_named_in_the_result(
     (line,) = optimized["depends_on_data"]
     assert "model.py" in line
     assert line in " ".join(optimized["remarks"])
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("import no_such_package_here", "pip install no_such_package_here, or put"),
+        ("import no_such_package_here.inner", "needs no_such_package_here, which"),
+        ("def build():\n    import no_such_package_here", "pip install no_such_package_here"),
+        ("import json.no_such_part", "No module named 'json.no_such_part'"),
+    ],
+)
+def test_a_missing_package_is_named_with_how_to_install_it(
+    line: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "needs_more.py"
+    path.write_text(f"{line}\n")
+    for command in (["extract", "--summary"], ["optimize"]):
+        assert main([*command, f"{path}:build", "--devices", CORE, "--inference"]) == 2
+        assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_quantized_model_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("placer.costed_step.runtime_for", None)
+    path = tmp_path / "quantized.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\ndef build():\n    model = nn.Linear(8, 8)\n"
+        "    packed = torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)\n"
+        "    model.register_buffer('w', packed)\n    return model, torch.randn(2, 8)\n"
+    )
+    assert main(["optimize", f"{path}:build", "--devices", CORE, "--inference"]) == 2
+    error = capsys.readouterr().err
+    assert "w of Linear is a torch.qint8: quantized weights cannot be placed" in error

@@ -212,3 +212,21 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     CostCache().store(conditions_of(cached.devices[0]), calm)
     CostCache().store(conditions_of(cached.devices[0], 2), calm)  # beside the other core
     assert predicted in exported()
+
+
+def test_a_map_is_compared_with_the_best_single_device_by_number() -> None:
+    extraction = block()  # two layers in a row, so that a transfer only costs
+    problem = problem_of(extraction)
+    placement = cut_placement(extraction, NAMES, ("1",), of_calls=True)
+    renamed = {"cuda:0": "cuda:2", "cuda:1": "cuda:3"}
+    exported = export_extracted(device_map, extraction, placement, problem=problem, renamed=renamed)
+    assert exported.content == {"0": 2, "1": 3}
+    assert exported.single_step is not None
+    assert exported.exported_step is not None
+    assert exported.single_device == "cuda:2"
+    # Each op and each transfer takes 1 ms: of the activations there, and of their gradients back.
+    assert exported.single_step.step_s == pytest.approx(problem.op_count * MILLISECOND)
+    assert exported.exported_step.step_s > exported.single_step.step_s
+    shown = f"{problem.op_count}.00 ms with all on cuda:2, which is faster"
+    assert exported.summary[1].endswith(f"as exported, {shown}")
+    assert exported.to_dict()["single_step"]["step_s"] == exported.single_step.step_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -184,3 +185,20 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TargetError, match=r"pip install 'device-placer\[hf\]'"):
         load(f"hf:gpt2?{COMMON}")
+
+
+@pytest.mark.parametrize(
+    ("content", "method"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantization_config"),
+    ],
+)
+def test_a_configuration_of_quantized_weights_is_refused(
+    content: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **content}))
+    with pytest.raises(
+        TargetError, match=rf"are quantized \({method}\).*remove quantization_config"
+    ):
+        load(f"hf:{tmp_path}")

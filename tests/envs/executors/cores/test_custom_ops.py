@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import placer
+from envs.core_runtime.runtime import CoreRuntime
 from envs.executors.cores.custom_ops import Registrations, registrations
-from envs.executors.cores.errors import WorkerError
-from graphs.extract import Extraction, Workload, extract
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, ExtractionError, Workload, extract
 from tests.helpers.folders import ROOT
 from tests.helpers.placed_steps import CORES, on_cores
 from tests.helpers.tiny_models import Plain, assert_same, eager, squared
@@ -115,15 +117,20 @@ def test_steps_of_pytorchs_own_operators_import_nothing() -> None:
     assert registrations(extract(step).program) == Registrations()
 
 
-def test_operators_of_the_running_script_are_refused_by_name() -> None:
+def test_operators_of_the_running_script_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     namespace = "placer_test_main"
     source = OPERATOR.format(namespace=namespace)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(source, names)
-    with pytest.raises(
-        WorkerError, match=rf"{namespace}.scaled.default, which __main__ registered"
-    ):
-        registrations(scaled_step(namespace, training=False).program)
+    message = rf"{namespace}.scaled.default, which __main__ registered"
+    extraction = scaled_step(namespace, training=False)
+    with pytest.raises(ExtractionError, match=message):
+        registrations(extraction.program)
+    monkeypatch.setattr(CoreRuntime, "costs", None)  # nothing is measured before
+    with pytest.raises(ExtractionError, match=message):
+        placer.optimize(extraction.step, discover(f"core:{CORES[0]}"))
 
 
 def test_a_process_without_the_operators_gets_them_from_their_files(folder: Path) -> None:

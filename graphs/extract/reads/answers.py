@@ -1,0 +1,107 @@
+"""Reads of checks while torch traces a model on tensors without values.
+
+Torch.export cannot read values. A check that holds is the same as no check, so that its reads can
+be answered by what they returned when the model ran on the example inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from graphs.extract.errors import is_skipped
+from graphs.extract.reads.checks import Check, running_check
+
+METHODS: Final = (
+    *("__bool__", "__float__", "__format__", "__index__", "__int__", "allclose", "equal"),
+    *("is_nonzero", "item", "tolist"),
+)
+"""Ways in which Python reads values, as methods of a tensor ..."""
+FUNCTIONS: Final = (
+    *("_check", "_check_index", "_check_is_size", "_check_not_implemented", "_check_tensor_all"),
+    *("_check_tensor_all_with", "_check_type", "_check_value", "_check_with"),
+    *("allclose", "equal", "is_nonzero"),
+)
+"""... and as functions of torch, some of which check numbers that a trace has no values for."""
+
+TRACED: Final = (FakeTensor, FunctionalTensor)
+"""Classes of tensors while torch traces, which may read values in their own ways."""
+
+
+class CheckReads:
+    """Reads of values by the checks of a model, and what they returned.
+
+    First a trace is watched: :meth:`watched` notes ``lines`` of checks that it meets. If there are
+    any, the model runs under :meth:`kept`, and another trace is :meth:`answered`.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[str, None] = {}
+        self._values: defaultdict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Note the checks that are met, and let them read."""
+        return _intercepted(self._note)
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """Keep what the checks read."""
+        return _intercepted(self._keep)
+
+    def answered(self) -> contextlib.AbstractContextManager[None]:
+        """Let the checks read what was kept, in the same order at each place."""
+        return _intercepted(self._answer)
+
+    def _note(self, check: Check, way: str, read: Callable[[], Any]) -> Any:
+        del way
+        self.lines[check.line] = None
+        return read()
+
+    def _keep(self, check: Check, way: str, read: Callable[[], Any]) -> Any:
+        value = read()
+        self._values[*check.place, way].append(value)
+        return value
+
+    def _answer(self, check: Check, way: str, read: Callable[[], Any]) -> Any:
+        self.lines[check.line] = None
+        if check.holds:
+            return True
+        values = self._values.get((*check.place, way))
+        if not values:
+            return read()
+        return values.popleft() if len(values) > 1 else values[0]
+
+
+@contextlib.contextmanager
+def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let ``handle`` return what reads of checks return; other reads stay as they are."""
+
+    def reading(original: Callable[..., Any], way: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            compute = functools.partial(original, *args, **kwargs)
+            if way.startswith("_check") and is_skipped(sys._getframe(1)):
+                return compute()  # torch checks its own
+            check = running_check()
+            return compute() if check is None else handle(check, way, compute)
+
+        return read
+
+    # A mode for torch functions would do, but layers take other ways under one.
+    with contextlib.ExitStack() as restored:
+        own = [(kind, [n for n in METHODS if n in vars(kind)]) for kind in TRACED]
+        for owner, names in ((torch.Tensor, METHODS), (torch, FUNCTIONS), *own):
+            for name in names:
+                if name in vars(owner):
+                    restored.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    restored.callback(delattr, owner, name)
+                setattr(owner, name, reading(getattr(owner, name), name))
+        yield
