@@ -266,6 +266,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
         assert advice in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns, once, that such tensors are deprecated
 def test_a_quantized_model_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
