@@ -31,6 +31,7 @@ from envs.executors.torch.updates import fused_update, updated_together
 from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Device
+from envs.hardware.discover import available_memory_bytes
 from envs.hardware.torch_devices import CPU, torch_device, unless_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
@@ -39,8 +40,8 @@ from graphs.extract.placeable import CallGraph
 from graphs.extract.program import Ref, values_in
 from graphs.optimizer import STATE, Optimizer
 
-ROOM_BYTES: Final = 256 << 20
-"""Maximum bytes of gradients in backward passes that are timed together."""
+HELD_SHARE: Final = 0.5
+"""Maximum share of the free memory for what backward passes hold that are timed together."""
 MOST_BACKWARDS: Final = 50
 LONG_S: Final = 0.05
 FEWEST_REPEATS: Final = 3
@@ -81,19 +82,18 @@ def profile_calls(
 
     A call costs the longer of its time on the device and its launch time, see
     :func:`envs.costs.torch_speeds.seconds_per_call`. The launch cost of the device, which is added
-    to every node of a problem, is subtracted. A node that does not fit on the device costs nan.
-    Accumulating gradients is not counted.
+    to every node of a problem, is subtracted. A node that does not fit on the device costs nan: in
+    all its free memory, since limits are for placed steps. Accumulating gradients is not counted.
     """
     first_of = first_of_kinds(devices)
     profilers = {
         kind: _Profiler(torch_device(device.name), extraction.step.dtype)
         for kind, device in sorted(first_of.items())
     }
-    limits = {torch_device(device.name): device.memory_bytes for device in devices}
     costs: dict[str, dict[str, CallTimes]] = {kind: {} for kind in profilers}
     backwards = backward_nodes(extraction, calls)
     total = len(extraction.forward.calls)
-    with torch_devices.limited(limits), fork_rng(range(torch.cuda.device_count())):
+    with fork_rng(range(torch.cuda.device_count())):
         for done, (call, values, gradients) in enumerate(_walk(extraction), 1):
             if not call.is_free:
                 needing = gradients if call.key in backwards else frozenset()
@@ -187,11 +187,15 @@ class _Profiler:
         signature = inputs.signature()
         if signature not in self.known:
             with timed_within_bounds(inputs.call.key, self.device):
-                cost = unless_out_of_memory(partial(self._timed, inputs), self.device)
+                cost = self._unless_too_large(inputs, MOST_BACKWARDS)
+                cost = cost or self._unless_too_large(inputs, 1)
             self.known[signature] = cost or (math.nan, math.nan)
         return self.known[signature]
 
-    def _timed(self, inputs: _CallInputs) -> CallTimes:
+    def _unless_too_large(self, inputs: _CallInputs, most: int) -> CallTimes | None:
+        return unless_out_of_memory(partial(self._timed, inputs, most), self.device)
+
+    def _timed(self, inputs: _CallInputs, most: int) -> CallTimes:
         written = bool(inputs.call.writes)
         here = {
             v: inputs.values[v].detach().to(self.device, copy=written) for v in inputs.call.reads
@@ -202,7 +206,7 @@ class _Profiler:
         leaves = _leaves(here, inputs.gradients)
         with torch.set_grad_enabled(not inputs.written):  # a leaf cannot be written
             forward_s = self._seconds(_bound(inputs.call, leaves, self.device))
-        return forward_s, self._backward_s(inputs, here)
+        return forward_s, self._backward_s(inputs, here, most)
 
     def _seconds(self, work: Callable[[], object]) -> float:
         with self._autocast():
@@ -213,13 +217,18 @@ class _Profiler:
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return autocast(self.dtype, [self.device.type], keeps_casts=False)
 
-    def _backward_s(self, inputs: _CallInputs, here: Mapping[int, torch.Tensor]) -> float:
-        """Return the median seconds of a backward pass in a burst, 0 where there is none."""
+    def _backward_s(
+        self, inputs: _CallInputs, here: Mapping[int, torch.Tensor], most: int
+    ) -> float:
+        """Return the median seconds of a pass in a burst of at most ``most``, 0 without one."""
         if self._backward_burst(inputs, here, 1) is None:
             return 0.0
         alone_s = self._backward_burst(inputs, here, 1) or 0.0
-        room = ROOM_BYTES // max(sum(here[v].nbytes for v in inputs.gradients), 1)
-        count = max(min(calls_per_burst(alone_s), MOST_BACKWARDS, room), 1)
+        count = min(calls_per_burst(alone_s), most)
+        if count > 1:
+            free = torch_devices.free_bytes(self.device)
+            room = HELD_SHARE * (available_memory_bytes() if free is None else free)
+            count = max(min(count, int(room / self._held_bytes(inputs, here))), 1)
         repeats = REPEATS if alone_s < LONG_S else FEWEST_REPEATS
         bursts = [self._backward_burst(inputs, here, count) or 0.0 for _ in range(repeats)]
         return float(np.median(bursts)) / count
@@ -232,22 +241,45 @@ class _Profiler:
         Each has its own leaves, so that no gradients are added up. None where no output of the call
         depends on a value that needs a gradient.
         """
-        leaves: list[torch.Tensor] = []
-        outputs: list[torch.Tensor] = []
-        with torch.enable_grad(), self._autocast():
-            for _ in range(count):
-                copies = _leaves(here, inputs.gradients)
-                read = {v: t.clone() if v in inputs.written else t for v, t in copies.items()}
-                made = _bound(inputs.call, read, self.device)()
-                leaves += [copies[v] for v in inputs.gradients]
-                outputs += [
-                    t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad
-                ]
+        passes = [self._differentiable(inputs, here) for _ in range(count)]
+        leaves = [leaf for own, _ in passes for leaf in own]
+        outputs = [output for _, own in passes for output in own]
         if not outputs:
             return None
         grads = [torch.ones_like(output) for output in outputs]
         pull = partial(torch.autograd.grad, outputs, leaves, grads, allow_unused=True)
         return burst(pull, [self.device], 1)
+
+    def _differentiable(
+        self, inputs: _CallInputs, here: Mapping[int, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the leaves that need a gradient, and the outputs of the call that have one."""
+        leaves = _leaves(here, inputs.gradients)
+        with torch.enable_grad(), self._autocast():
+            read = {v: t.clone() if v in inputs.written else t for v, t in leaves.items()}
+            made = tree_leaves(_bound(inputs.call, read, self.device)())
+        outputs = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+        return [leaves[v] for v in inputs.gradients], outputs
+
+    def _held_bytes(self, inputs: _CallInputs, here: Mapping[int, torch.Tensor]) -> int:
+        """Return the bytes that a pass holds: outputs, saved tensors, gradients of both ends."""
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(_kept_in(saved), lambda tensor: tensor):
+            leaves, outputs = self._differentiable(inputs, here)
+        read = {tensor.untyped_storage()._cdata for tensor in here.values()}
+        made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved + outputs}
+        ends = sum(tensor.nbytes for tensor in leaves + outputs)
+        return max(ends + sum(size for key, size in made.items() if key not in read), 1)
+
+
+def _kept_in(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a hook that keeps the tensors that autograd saves."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor.detach())
+        return tensor
+
+    return keep
 
 
 def _leaves(

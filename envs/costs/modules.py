@@ -51,30 +51,26 @@ def torch_module_costs(
 ) -> dict[str, OpCosts]:
     """Return the costs of the ops of a graph of modules on torch devices, {device kind: costs}.
 
-    The whole step runs on one device of each kind. If it does not fit, the roofline of the measured
-    rates of the device is used. The launch overhead, which every op of a problem gets added, is
-    subtracted.
+    The whole step runs on one device of each kind, in all its free memory: limits are for placed
+    steps. If it does not fit, the roofline of the measured rates of the device is used. The launch
+    overhead, which every op of a problem gets added, is subtracted.
     """
     first_of = first_of_kinds(cluster.devices)
-    limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
     source = f"measured {datetime.date.today().isoformat()}{MODULE_BY_MODULE}"
     costs: dict[str, OpCosts] = {}
-    with torch_devices.limited(limits):
-        for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
-            where = torch_device(device.name)
-            with timed_within_bounds("the modules of a step", where):
-                launched_s = unless_out_of_memory(
-                    partial(profile_modules_on, where, extraction), where
-                )
-            if launched_s is None:
-                modelled_s = roofline_costs(extraction.graph, [device])[kind]
-                costs[kind] = OpCosts.of_one_source(modelled_s, SOURCE)
-            else:
-                cost_s = np.maximum(launched_s - device.launch_s, 0.0)
-                costs[kind] = OpCosts.of_one_source(cost_s, source)
-            torch_devices.release(where)
-            if progress is not None:
-                progress(done, len(first_of))
+    for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
+        where = torch_device(device.name)
+        with timed_within_bounds("the modules of a step", where):
+            launched_s = unless_out_of_memory(partial(profile_modules_on, where, extraction), where)
+        if launched_s is None:
+            modelled_s = roofline_costs(extraction.graph, [device])[kind]
+            costs[kind] = OpCosts.of_one_source(modelled_s, SOURCE)
+        else:
+            cost_s = np.maximum(launched_s - device.launch_s, 0.0)
+            costs[kind] = OpCosts.of_one_source(cost_s, source)
+        torch_devices.release(where)
+        if progress is not None:
+            progress(done, len(first_of))
     return costs
 
 

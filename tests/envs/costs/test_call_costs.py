@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +25,8 @@ from envs.costs.cached_costs import first_of_kinds
 from envs.costs.calls import call_costs, profile_calls
 from envs.costs.ops import node_signatures
 from envs.executors.torch import watchdog
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Device
 from envs.hardware.discover import discover
 from envs.problem import Problem
 from envs.torch_runtime import TorchRuntime
@@ -110,6 +114,71 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
     problem = Problem.of(GraphArrays.from_graph(graph), linked())
     assert not problem.allowed[names.index(lacking[0]), 0]
     assert problem.allowed[:, 1].all()
+
+
+@pytest.fixture
+def most_held(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Run out of memory above ``most.room`` products of ``linear`` on vdev; ``most.seen`` lived."""
+    most = SimpleNamespace(room=1 << 30, seen=0)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    linear = torch.ops.aten.linear.default
+    real = linear._op
+
+    def counted(*args: object, **kwargs: object) -> object:
+        made = real(*args, **kwargs)
+        if made.device.type == "vdev":
+            alive.add(made)
+            most.seen = max(most.seen, len(alive))
+            if len(alive) > most.room:
+                raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
+        return made
+
+    monkeypatch.setattr(linear, "_op", counted)
+    monkeypatch.setattr(of_calls, "calls_per_burst", lambda _: 8)
+    return most
+
+
+def _linear_costs(devices: tuple[Device, ...]) -> NDArray[np.float64]:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    extraction = extract(
+        Workload.of(model, (torch.randn(64, 64), torch.randn(64, 64)), nn.MSELoss())
+    )
+    return profile_calls(extraction, call_graph(extraction), devices)["vdev"]
+
+
+def test_a_call_whose_repetitions_run_out_of_memory_is_timed_alone(
+    most_held: SimpleNamespace,
+) -> None:
+    most_held.room = 3
+    assert np.isfinite(_linear_costs(pair().devices)).all()
+    assert most_held.seen == 4
+    most_held.room = 0
+    assert np.isnan(_linear_costs(pair().devices)).any()
+
+
+def test_repetitions_hold_at_most_half_of_the_free_memory(
+    most_held: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = pair().devices
+    _linear_costs(devices)
+    assert most_held.seen >= 8
+    most_held.seen = 0
+    # the product and its gradient, those of the weight and at times of the input: 4 of 16 KiB
+    monkeypatch.setattr(torch_devices, "free_bytes", lambda _: 2 * 12 * (64 * 64 * 4))
+    assert np.isfinite(_linear_costs(devices)).all()
+    assert most_held.seen in (3, 4)
+
+
+def test_costs_are_measured_in_all_free_memory_not_under_the_limit_of_the_placement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(limits: object) -> object:
+        raise AssertionError(limits)
+
+    monkeypatch.setattr(torch_devices, "limited", refused)
+    extraction = extract(tiny_models.conv_net())
+    profile_calls(extraction, call_graph(extraction), pair().devices)
+    of_modules.torch_module_costs(extract(tiny_models.conv_net(), "modules"), pair())
 
 
 @pytest.mark.parametrize(
