@@ -77,6 +77,12 @@ def kind_of(device: torch.device) -> str:
     return device.type if model is None else f"{device.type}:{model}"
 
 
+def uuid_of(device: torch.device) -> str:
+    """Return what identifies a GPU whatever the devices visible to a process; "" for others."""
+    properties = None if device.type == "cpu" else _call(device, "get_device_properties", device)
+    return str(getattr(properties, "uuid", ""))
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of an accelerator, torch's own cache included; None if unknown."""
     free_and_total = _call(device, "mem_get_info", device)

@@ -125,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         prepared = prepare_run(request)
 
-    def started(ranks: int) -> None:
-        for remark in _remarks(prepared, ranks):
+    def started(ranks: int, is_shared: bool) -> None:
+        for remark in _remarks(prepared, ranks, is_shared):
             say(args, remark)
 
     def progress(number: int, loss: float) -> None:
@@ -155,7 +155,7 @@ def _request(args: argparse.Namespace) -> RunRequest:
     return RunRequest(**{name: getattr(args, name) for name in names}, overrides=args.sync)
 
 
-def _remarks(run: Run, ranks: int) -> Iterator[str]:
+def _remarks(run: Run, ranks: int, is_shared: bool) -> Iterator[str]:
     """Yield what the run is, and what differs from the plan or is assumed, one line each."""
     request, sync, names = run.request, run.plan.sync, run.local.device_names
     width = len(names)
@@ -174,7 +174,7 @@ def _remarks(run: Run, ranks: int) -> Iterator[str]:
         yield f"{begins}; warmup-steps sets their number"
     if request.data is None:
         yield "no --data: batches are made up, losses mean nothing"
-    if run.is_shared:
+    if is_shared:
         yield f"replicas of a host share {', '.join(names)}: there are no others here"
 
 

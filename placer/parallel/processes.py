@@ -1,21 +1,19 @@
-"""The processes of a run, as torchrun's environment variables describe them: groups and devices."""
+"""The processes of a run, as torchrun's environment variables describe them, and their groups."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-
-from envs.hardware.discover import check_devices, hosts_of, is_here, shifted, split_name
-from envs.placement import Placement
 
 Store: TypeAlias = Any
 """``torch.distributed.Store``, which type checkers do not know."""
@@ -39,13 +37,20 @@ def rank_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+class Joined(NamedTuple):
+    """A connection to the store of a run, for one user alone, and the ranks that share GPUs."""
+
+    store: Store
+    sharing: Sequence[int] = ()
+
+
 @contextmanager
-def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
+def joined(timeout_s: float, *, gpus: Sequence[str] = ()) -> Iterator[Joined]:
     """Join the ranks of the run; without a launcher there is a single one.
 
-    Yields a separate connection to the store of the run, for the caller's use alone. The backend is
-    gloo, or with ``nccl`` NCCL for tensors on CUDA devices. After an error the group is not
-    destroyed, since that might wait for a rank that is gone.
+    The backend is gloo; with ``gpus``, the identities of the GPUs of this rank, also NCCL for
+    tensors on CUDA devices, unless ranks share a GPU, which NCCL does not allow. After an error the
+    group is not destroyed, since that might wait for a rank that is gone.
     """
     rank, ranks = own_rank(), rank_count()
     if ranks == 1:
@@ -55,16 +60,33 @@ def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _connected(timeout_s, is_master=rank == 0 and not has_agent)
         second = _connected(timeout_s, is_master=False)
+    sharing = sharing_ranks(gpus_of_ranks(second, rank, ranks, gpus)) if gpus else []
     with batch_threads():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            "cpu:gloo,cuda:nccl" if gpus and not sharing else "gloo",
             store=store,
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-    yield second
+    yield Joined(second, sharing)
     dist.destroy_process_group()
+
+
+def gpus_of_ranks(store: Store, rank: int, ranks: int, gpus: Sequence[str]) -> list[list[str]]:
+    """Return the identities of the GPUs of every rank; waits for all ranks."""
+    store.set(f"gpus/{rank}", json.dumps(list(gpus)))
+    return [json.loads(store.get(f"gpus/{each}")) for each in range(ranks)]
+
+
+def sharing_ranks(gpus: Sequence[Sequence[str]]) -> list[int]:
+    """Return the ranks that have a GPU in common with another one.
+
+    >>> sharing_ranks([["GPU-a"], ["GPU-b"], ["GPU-c", "GPU-a"]])
+    [0, 2]
+    """
+    users = Counter(gpu for own in gpus for gpu in set(own))
+    return [rank for rank, own in enumerate(gpus) if any(users[gpu] > 1 for gpu in own)]
 
 
 def _connected(timeout_s: float, *, is_master: bool) -> Store:
@@ -132,8 +154,10 @@ def digests(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device type whose tensors the backend of a group takes."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    """Return the device whose tensors the backend of a group takes: of CUDA the current one."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -174,66 +198,3 @@ def groups_of_slots(
     """
     groups = {device: new_group() for device in (devices if len(devices) > 1 else ())}
     return groups.get
-
-
-def on_own_devices(placement: Placement) -> tuple[Placement, bool]:
-    """Return a placement on this rank's devices, and whether other ranks of its host share them."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(rank_count())))
-    rank, shares = own_rank(), False
-    if placement.replicas is None:
-        renamed, shares = on_next_devices(placement, local_rank, local_ranks)
-    else:
-        renamed = on_own_group(placement, rank, rank - local_rank, local_ranks)
-    try:
-        check_devices(renamed.device_names)
-    except ValueError as error:
-        raise ValueError(f"rank {rank}, on {', '.join(renamed.device_names)}: {error}") from None
-    return renamed, shares
-
-
-def on_own_group(placement: Placement, rank: int, first: int, local_ranks: int) -> Placement:
-    """Return a placement with replicas on the devices of a rank's group.
-
-    The placement is for the first group; the k-th device of every group corresponds to the k-th of
-    the first. Ranks ``first`` .. ``first + local_ranks - 1`` are on this host.
-    """
-    assert placement.replicas is not None, "replicas have groups"
-    groups = placement.replicas.groups
-    hosts = [hosts_of(group) for group in groups]
-    if len(hosts[rank]) > 1:
-        raise ValueError(
-            f"replica {rank} is on {', '.join(groups[rank])}, devices of {len(hosts[rank])} hosts: "
-            "run its stages as a placer.parallel.PipelinedReplica, or plan replicas within hosts"
-        )
-    ranks = list(range(first, first + local_ranks))
-    same_host = [k for k, names in enumerate(hosts) if names == hosts[rank]]
-    if same_host != ranks:
-        raise ValueError(
-            f"replicas {', '.join(map(str, same_host))} are on host "
-            f"{hosts[rank][0] or 'of this run'}, which has {rank_list(ranks)}: start as many "
-            "ranks on every host as it has replicas"
-        )
-    device_of = dict(zip(groups[0], groups[rank], strict=True))
-    if missing := [name for name in placement.device_names if name not in device_of]:
-        raise ValueError(
-            f"the placement uses {', '.join(missing)}, but its replicas are on "
-            f"{', '.join(groups[0])}"
-        )
-    names = tuple(split_name(device_of[name])[1] for name in placement.device_names)
-    return replace(placement, device_names=names)
-
-
-def on_next_devices(
-    placement: Placement, local_rank: int, local_ranks: int
-) -> tuple[Placement, bool]:
-    """Return a placement without replicas on the devices of one of the ranks of this host.
-
-    The first rank takes the devices of the placement, each further rank the same devices with their
-    numbers shifted past the previous rank's, if all of them exist; the CPU is shared. Also return
-    whether ranks share devices because there are too few.
-    """
-    renamed = [shifted(placement.device_names, k) for k in range(local_ranks)]
-    if not all(is_here(name) for names in renamed for name in names):
-        return placement, local_ranks > 1
-    return replace(placement, device_names=renamed[local_rank]), False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from envs.core_runtime.executor import leaves_unplaced
 from envs.executors.cores.pool import spread_seed
 from envs.hardware.discover import cores_of, is_core
+from envs.hardware.torch_devices import uuid_of
 from envs.placement import Placement
 from envs.runtime import tensor_device
 from graphs.extract import Workload, extract
@@ -31,10 +32,11 @@ from placer.parallel.processes import (
     check_same,
     groups_of_slots,
     joined,
-    on_own_devices,
     rank_count,
+    rank_list,
     stop_on_sigterm,
 )
+from placer.parallel.rank_devices import on_own_devices
 from placer.parallel.training import Checkpoint, Replica, Trained, train
 from placer.sources.batches import batch_size, with_part_of_inputs
 from placer.sources.target import load_function, load_step
@@ -48,7 +50,7 @@ class Run:
     plan: RunPlan
     placement: Placement  # as in the file
     local: Placement  # on the devices of this rank
-    is_shared: bool  # whether other ranks of this host use the same devices
+    is_shared: bool  # whether other ranks of this host use devices of the same names
     step: Workload
     batches: Batches
 
@@ -108,21 +110,22 @@ def prepare_run(request: RunRequest) -> Run:
 
 def train_rank(
     run: Run,
-    started: Callable[[int], None] = lambda ranks: None,
+    started: Callable[[int, bool], None] = lambda ranks, is_shared: None,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
     """Join the other ranks and train; returns when all ranks are done.
 
-    On rank 0 ``started`` is called with the number of ranks, when all have joined and agree, and
-    ``progress`` with each step and its loss.
+    On rank 0 ``started`` is called with the number of ranks and whether ranks share devices, when
+    all have joined and agree, and ``progress`` with each step and its loss.
     """
     request, sync_config = run.request, run.plan.sync
     cuda = [name for name in run.local.device_names if name.startswith("cuda")]
     if cuda:
         torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
-    nccl = bool(cuda) and not run.is_shared  # NCCL does not let two ranks share a GPU
-    with joined(request.timeout_s, nccl=nccl) as store, _cores_given_back():
+    gpus = [uuid_of(torch.device(name)) for name in cuda]
+    with joined(request.timeout_s, gpus=gpus) as (store, sharing), _cores_given_back():
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        nccl = bool(cuda) and not sharing
         # shorter than the timeout of NCCL's watchdog, which would end the process first
         silence_s = 0.8 * request.timeout_s if nccl else None
         liveness = Liveness(RunStore(store, shared_secret()), rank, ranks, silence_s=silence_s)
@@ -134,8 +137,9 @@ def train_rank(
             options = [run.settings, request.steps, request.checkpoint_every, request.resume]
             check_same("placements", run.placement_json)
             check_same("the options of the run", json.dumps(options))
+            check_sharing(run, sharing)
             if rank == 0:
-                started(ranks)
+                started(ranks, bool(sharing) if cuda else run.is_shared)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
             occupy(run.local)
             replica = Replica(apply_extracted(extract(run.step, request.extractor), run.local))
@@ -168,6 +172,16 @@ def train_rank(
             if replica is not None:
                 replica.close()
             liveness.close()
+
+
+def check_sharing(run: Run, sharing: Sequence[int]) -> None:
+    """Refuse replicas that were planned on GPUs of their own if ranks share any."""
+    if sharing and run.placement.replicas is not None:
+        raise ValueError(
+            f"{rank_list(sharing)} of this run share GPUs, but each replica of the plan has its "
+            "own: let every rank see all GPUs of its host, or only those of its replica "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def synced(

@@ -34,7 +34,7 @@ from placer.parallel.local_ranks import Handler, LocalRanks, RankError
 from placer.parallel.methods.registry import method_named
 from placer.parallel.methods.sync import MakeOptimizer
 from placer.parallel.plan import OPTIMIZERS, run_plan
-from placer.parallel.processes import on_own_group
+from placer.parallel.rank_devices import on_own_group
 from placer.parallel.run import occupy, optimizer_of, synced
 from placer.parallel.training import Replica
 

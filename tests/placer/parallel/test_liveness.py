@@ -149,7 +149,7 @@ def test_texts_written_without_the_secret_are_ignored() -> None:
 
 def overwritten(rank_of_stranger: int) -> tuple[bytes, str | None]:
     """Return what a rank reads after a stranger has overwritten every key in the store."""
-    with joined(60.0) as store:
+    with joined(60.0) as (store, _):
         secret = shared_secret()
         ours = RunStore(store, secret)
         ours.set(f"name/{dist.get_rank()}", "ours")

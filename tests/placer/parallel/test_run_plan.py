@@ -11,7 +11,7 @@ from envs.placement import Placement
 from envs.replication import Replication
 from placer.parallel.methods.registry import WARMUP_STEPS, SyncConfig
 from placer.parallel.plan import launch_command, run_plan
-from placer.parallel.processes import on_next_devices, on_own_group
+from placer.parallel.rank_devices import on_next_devices, on_own_group
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = pytest.mark.skipif(
