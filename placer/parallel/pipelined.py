@@ -2,7 +2,7 @@
 
 The ranks form a mesh of replicas by stages::
 
-    mesh = init_device_mesh("cpu", (replicas, stages), mesh_dim_names=("dp", "place"))
+    mesh = init_device_mesh("cuda", (replicas, stages), mesh_dim_names=("dp", "place"))  # or "cpu"
     replica = PipelinedReplica(extraction, placement, mesh, micro_batches=4)
     sync = replica.make_sync(torch.optim.AdamW)
     for batch in shard:
@@ -13,7 +13,7 @@ The ranks form a mesh of replicas by stages::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.utils._pytree import tree_map_only
 
+from envs.hardware.torch_devices import cuda_devices
 from envs.placement import Placement
 from envs.runtime import tensor_device
 from graphs.extract import Extraction
@@ -30,6 +31,7 @@ from placer.exports.pipelining import pipeline_stages
 from placer.exports.placed_modules import PlacedModules
 from placer.parallel.methods.registry import SyncConfig
 from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
+from placer.parallel.rank_devices import place_on_host, stage_devices
 from placer.sources.batches import part_of_batch
 
 REPLICAS: Final = "dp"
@@ -52,7 +54,7 @@ class PipelinedReplica:
         micro_batches: int,
         schedule: Callable[..., Any] = Schedule1F1B,
     ) -> None:
-        """Split the model and keep this rank's stage, on its device.
+        """Split the model and keep this rank's stage, on its device, the current one if a GPU.
 
         Args:
             extraction: a training step with a loss function; its batch is that of one replica.
@@ -70,6 +72,9 @@ class PipelinedReplica:
             raise ValueError(
                 f"the placement has {self._stages} stages, the mesh {mesh[STAGES].size()}"
             )
+        device = self._own_device([stage.device for stage in stages], mesh)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # before NCCL, which uses the current one
         self._step, self._loss = step, step.loss
         self._mesh = mesh
         self.micro_batches = micro_batches
@@ -82,9 +87,7 @@ class PipelinedReplica:
         )
         # Shapes come from the traced graph: otherwise torch infers them with a backward pass,
         # whose gradients would be reduced.
-        self.stage = pipe.build_stage(
-            self.index, tensor_device(stages[self.index].device), mesh[STAGES].get_group()
-        )
+        self.stage = pipe.build_stage(self.index, device, mesh[STAGES].get_group())
         # The loss is scaled, not the gradients: torch scales them after the last backward pass,
         # when they are being reduced.
         self.schedule = schedule(
@@ -93,6 +96,20 @@ class PipelinedReplica:
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )
+
+    @staticmethod
+    def _own_device(stages: Sequence[str], mesh: DeviceMesh) -> torch.device:
+        """Return the device of this rank: that of its stage, for each replica its own GPU."""
+        stage = mesh[STAGES].get_local_rank()
+        if not any(name.startswith("cuda:") for name in stages):
+            return tensor_device(stages[stage])
+        local_rank, local_ranks = place_on_host()
+        first = mesh.get_rank() - local_rank
+        grid = mesh.mesh if mesh.mesh_dim_names == (REPLICAS, STAGES) else mesh.mesh.T
+        place = {rank: (k, i) for k, row in enumerate(grid.tolist()) for i, rank in enumerate(row)}
+        members = [place[first + number] for number in range(local_ranks)]
+        devices = stage_devices(stages, members, len(cuda_devices()))
+        return tensor_device(devices[local_rank])
 
     @property
     def module(self) -> nn.Module:

@@ -141,3 +141,36 @@ def on_next_devices(
     if not all(is_here(name) for names in renamed for name in names):
         return placement, local_ranks > 1
     return replace(placement, device_names=renamed[local_rank]), False
+
+
+def stage_devices(
+    stages: Sequence[str], members: Sequence[tuple[int, int]], seen: int
+) -> tuple[str, ...]:
+    """Return the devices of the ranks of a host, given as (replica, stage).
+
+    The first replica there takes the GPUs that ``stages`` name, the others those that are left of
+    the ``seen`` ones, in order. A rank that sees one GPU among several ranks takes that.
+
+    Raises:
+        ValueError: there are more ranks than GPUs.
+
+    >>> stage_devices(("cuda:0", "cuda:1"), [(0, 0), (0, 1), (1, 0), (1, 1)], 4)
+    ('cuda:0', 'cuda:1', 'cuda:2', 'cuda:3')
+    """
+    index = {name: torch.device(name).index for name in stages if name.startswith("cuda:")}
+    users = sorted(
+        (replica, index[stages[stage]], rank)
+        for rank, (replica, stage) in enumerate(members)
+        if stages[stage] in index
+    )
+    if seen == 1 < len(users):
+        return tuple("cuda:0" if stages[stage] in index else stages[stage] for _, stage in members)
+    named = sorted({gpu for replica, gpu, _ in users if replica == users[0][0]})
+    order = named + [gpu for gpu in range(seen) if gpu not in named]
+    if len(users) > len(order):
+        raise ValueError(
+            f"{len(users)} ranks of this host run stages on GPUs, but there are {seen}: start "
+            "fewer ranks on it"
+        )
+    own = {rank: f"cuda:{gpu}" for (_, _, rank), gpu in zip(users, order, strict=False)}
+    return tuple(own.get(rank, stages[stage]) for rank, (_, stage) in enumerate(members))

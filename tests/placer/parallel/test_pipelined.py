@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,9 @@ from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
-from placer.parallel import SyncConfig
+from placer.parallel import SyncConfig, pipelined
 from placer.parallel.pipelined import PipelinedReplica
+from placer.parallel.rank_devices import stage_devices
 from tests.helpers.ranks import RankError, each, on_ranks
 from tests.helpers.replicas import backward, parameters
 
@@ -97,6 +99,50 @@ def test_two_stages_of_two_replicas_train_as_one_process() -> None:
             assert set(found) == names
             torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-5, atol=1e-6)
             assert own == pytest.approx(shown, abs=1e-6)
+
+
+def gpu_of_stage(seen: int) -> list[str]:
+    """Return the GPU that is made the current one, and the one that the stage is built on."""
+    named, made = [], []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(pipelined, "cuda_devices", lambda: [f"cuda:{i}" for i in range(seen)])
+    patch.setattr(pipelined, "tensor_device", torch.device)
+    patch.setattr(torch.cuda, "set_device", lambda device: named.append(str(device)))
+
+    class Pipe:
+        def build_stage(self, index: int, device: torch.device, group: object) -> None:
+            made.append(str(device))
+            raise KeyboardInterrupt
+
+    patch.setattr(pipelined, "pipeline", lambda *_, **__: Pipe())
+    extraction, placement = chain()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "place"))
+    placement = replace(placement, device_names=("cuda:0", "cuda:1"))
+    with pytest.raises(KeyboardInterrupt):
+        PipelinedReplica(extraction, placement, mesh, micro_batches=MICRO_BATCHES)
+    patch.undo()
+    return named + made
+
+
+def test_every_rank_has_a_gpu_of_its_own_which_is_the_current_one() -> None:
+    four, one = "4", "1"
+    results = on_ranks(4, each, {four: (gpu_of_stage, 4), one: (gpu_of_stage, 1)})
+    assert [result[four] for result in results] == [[f"cuda:{i}"] * 2 for i in range(4)]
+    assert [result[one] for result in results] == [["cuda:0"] * 2] * 4, "each sees its own"
+
+
+def test_stages_keep_their_gpus_in_the_first_replica_of_a_host_and_others_take_what_is_left() -> (
+    None
+):
+    two = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert stage_devices(("cuda:1", "cuda:3"), two[:2], 4) == ("cuda:1", "cuda:3")
+    assert stage_devices(("cuda:3", "cuda:1"), two, 4) == ("cuda:3", "cuda:1", "cuda:2", "cuda:0")
+    assert stage_devices(("cuda:0", "cpu"), two, 2) == ("cuda:0", "cpu", "cuda:1", "cpu")
+    assert stage_devices(("cuda:0", "cuda:1"), [(k, 0) for k in range(3)], 4) == (
+        *("cuda:0", "cuda:1", "cuda:2"),
+    )  # the second stages are on another host
+    with pytest.raises(ValueError, match=r"4 ranks of this host .* there are 3"):
+        stage_devices(("cuda:0", "cuda:1"), two, 3)
 
 
 def replica_on(shape: tuple[int, int], micro_batches: int) -> None:

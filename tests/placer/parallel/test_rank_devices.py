@@ -16,7 +16,7 @@ from envs.hardware.torch_devices import uuid_of
 from envs.placement import Placement
 from envs.replication import Replication
 from placer.parallel import rank_devices, run
-from placer.parallel.processes import joined
+from placer.parallel.processes import joined, wire_device
 from placer.parallel.rank_devices import on_own_devices, place_on_host
 from tests.helpers.ranks import on_ranks
 
@@ -142,3 +142,9 @@ def test_gpus_are_told_apart_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert uuid_of(torch.device("cuda", 1)) == "u1"
     assert not uuid_of(torch.device("cpu"))
+
+
+def test_nccl_sends_from_the_current_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert wire_device(None) == torch.device("cuda", 3)
