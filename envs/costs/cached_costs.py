@@ -24,6 +24,7 @@ from envs.costs.factors import (
 from envs.hardware.cache_folder import host, processor
 from envs.hardware.cluster import Device
 from envs.hardware.discover import device_kind
+from envs.hardware.torch_devices import driver_version
 from graphs.costs import with_costs
 
 
@@ -201,11 +202,15 @@ def loaded_kind(kind: str, count: int) -> str:
 def conditions_of(device: Device, count: int = 1) -> Conditions:
     """Return the conditions of times on a device of this machine while ``count`` devices compute.
 
-    The device kind is that of the hardware, whatever the cluster calls it.
+    The device kind is that of the hardware, whatever the cluster calls it. The hardware of a GPU
+    includes its driver, which compiles kernels and schedules them.
     """
+    hardware = [host(), processor()]
+    if device.name.startswith("cuda") and (driver := driver_version()):
+        hardware.append(f"driver {driver}")
     return Conditions(
         kind=loaded_kind(device_kind(device.name), count),
-        hardware=f"{host()}, {processor()}",
+        hardware=", ".join(hardware),
         torch=torch.__version__,
     )
 

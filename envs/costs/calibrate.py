@@ -27,6 +27,7 @@ from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cache_folder import cache_folder, host, processor
 from envs.hardware.cluster import Cluster, Device, cluster_to_toml, load_cluster
+from envs.hardware.torch_devices import driver_version, kernel_settings
 from envs.measurement import CONTENDED, contention_warning
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.files import write_whole
@@ -95,7 +96,7 @@ def core_calibration(devices: Cluster) -> Calibration:
 def torch_calibration(devices: Cluster) -> Calibration:
     """Return the calibration of torch devices."""
     kinds = [device.kind for device in devices.devices]
-    key = (*devices.names, *kinds, torch.get_float32_matmul_precision())
+    key = (*devices.names, *kinds, *kernel_settings(), driver_version())
     return Calibration(devices, "torch", key, measured_speeds)
 
 

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds, loaded_kind
@@ -29,6 +28,7 @@ from envs.executors.cores.errors import once_more
 from envs.executors.cores.instruction_lists import Give, Run, single_list
 from envs.executors.cores.pool import WorkerPool
 from envs.hardware.cluster import Device
+from envs.hardware.torch_devices import kernel_settings
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph
 from graphs.extract.program import Call, Ref, StepProgram, Value
@@ -248,14 +248,14 @@ def op_signatures(program: StepProgram, *, results: bool = True) -> tuple[str, .
 
 
 def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]:
-    """Return the signature of every node, (M,): of its ops and the precision of matrix products."""
+    """Return the signature of every node, (M,): of its ops and the settings that choose kernels."""
     ops: defaultdict[int, list[str]] = defaultdict(list)
     for node, signature in zip(
         calls.node_of.tolist(), op_signatures(extraction.program, results=False), strict=True
     ):
         ops[node].append(signature)
-    precision = torch.get_float32_matmul_precision()
-    return tuple(_digest([precision, *ops[node]]) for node in range(len(calls.graph)))
+    settings = kernel_settings()
+    return tuple(_digest([*settings, *ops[node]]) for node in range(len(calls.graph)))
 
 
 def _signature(program: StepProgram, calls: Sequence[Call], given: Counter[int]) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware.cluster import Cluster, Link
-from envs.hardware.torch_devices import CPU, synchronize, torch_device
+from envs.hardware.torch_devices import CPU, matmul_precision, synchronize, torch_device
 
 BURST_S: Final = 2e-3
 MOST_CALLS: Final = 1000
@@ -158,7 +158,7 @@ def measured_speeds(cluster: Cluster) -> Cluster:
             ends = torch_device(a.name), torch_device(b.name)
             with timed_within_bounds(f"copies from {a.name}", b.name):
                 copies[a.kind, b.kind] = copy_speed(*ends, fastest)
-    precision = f", float32 matmul precision {torch.get_float32_matmul_precision()}"
+    precision = f", float32 matmul precision {matmul_precision()}"
     return with_speeds(cluster, rates, copies, one_way=True, notes=precision)
 
 

@@ -9,13 +9,17 @@ import contextlib
 import gc
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 
+from graphs.text import escaped
+
 CPU: Final = torch.device("cpu")
 _OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
 """Texts of the host's allocator, of the driver and NCCL, and of libraries such as cuBLAS."""
+DRIVER: Final = Path("/sys/module/nvidia/version")
 Result = TypeVar("Result")
 
 
@@ -81,6 +85,44 @@ def uuid_of(device: torch.device) -> str:
     """Return what identifies a GPU whatever the devices visible to a process; "" for others."""
     properties = None if device.type == "cpu" else _call(device, "get_device_properties", device)
     return str(getattr(properties, "uuid", ""))
+
+
+def kernel_settings() -> tuple[str, ...]:
+    """Return the settings of torch that decide which kernels run: times are valid for these."""
+    backends: Any = torch.backends  # typed in part
+    cudnn, cuda, mkldnn = backends.cudnn, backends.cuda.matmul, backends.mkldnn
+    precisions = {
+        "cuda.matmul": cuda.fp32_precision,
+        "cudnn.conv": cudnn.conv.fp32_precision,
+        "cudnn.rnn": cudnn.rnn.fp32_precision,
+        "mkldnn.matmul": mkldnn.matmul.fp32_precision,
+        "mkldnn.conv": mkldnn.conv.fp32_precision,
+    }
+    flags = {
+        "cudnn.enabled": cudnn.enabled,
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fp16 reductions": cuda.allow_fp16_reduced_precision_reduction,
+        "bf16 reductions": cuda.allow_bf16_reduced_precision_reduction,
+    }
+    return tuple(f"{name} {value}" for name, value in {**precisions, **flags}.items())
+
+
+def matmul_precision() -> str:
+    """Return torch's precision of float32 products, as named for all backends or that of CUDA."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set for a single backend
+        return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+def driver_version(file: Path = DRIVER) -> str:
+    """Return the version of the driver of NVIDIA's GPUs, "" without one."""
+    try:
+        return escaped(file.read_text(encoding="ascii").strip())
+    except (OSError, ValueError):
+        return ""
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +19,19 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from envs.costs import cached_costs, torch_speeds
 from envs.costs import calls as of_calls
 from envs.costs import modules as of_modules
-from envs.costs import torch_speeds
 from envs.costs import torch_speeds as stopwatch
-from envs.costs.cached_costs import first_of_kinds
+from envs.costs.cached_costs import conditions_of, first_of_kinds
+from envs.costs.calibrate import torch_calibration
 from envs.costs.calls import call_costs, profile_calls
 from envs.costs.ops import node_signatures
 from envs.executors.torch import watchdog
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Device
 from envs.hardware.discover import discover
+from envs.hardware.torch_devices import driver_version, matmul_precision
 from envs.problem import Problem
 from envs.torch_runtime import TorchRuntime
 from envs.torch_runtime.runtime import FRAGMENTED_SHARE
@@ -248,19 +252,53 @@ def test_costs_of_calls_are_known_after_three_profiles() -> None:
     assert all(s.startswith("measured") for own in again.values() for s in own.sources)
 
 
-def test_other_shapes_and_precisions_are_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    def signatures(width: int) -> tuple[str, ...]:
-        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
-        step = Workload.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
-        extraction = extract(step)
-        return node_signatures(extraction, call_graph(extraction))
+def _signatures(width: int) -> tuple[str, ...]:
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+    step = Workload.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
+    extraction = extract(step)
+    return node_signatures(extraction, call_graph(extraction))
 
-    assert signatures(5) == signatures(5)
-    assert not set(signatures(5)[:2]) & set(signatures(6)[:2])
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    plain = signatures(5)
-    monkeypatch.undo()
-    assert not set(plain) & set(signatures(5))
+
+def test_other_shapes_are_other_calls() -> None:
+    assert _signatures(5) == _signatures(5)
+    assert not set(_signatures(5)[:2]) & set(_signatures(6)[:2])
+
+
+@pytest.mark.parametrize(
+    ("backend", "flag", "value"),
+    [
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        (torch.backends.cudnn, "allow_tf32", False),
+        (torch.backends.cudnn, "benchmark", True),
+        (torch.backends.cudnn, "deterministic", True),
+    ],
+)
+def test_calls_with_other_settings_of_kernels_are_others(
+    backend: Any, flag: str, value: object
+) -> None:
+    plain, speeds = _signatures(5), torch_calibration(discover("cpu")).path
+    before = getattr(backend, flag)
+    setattr(backend, flag, value)
+    try:
+        assert not set(plain) & set(_signatures(5))
+        assert torch_calibration(discover("cpu")).path != speeds
+        assert matmul_precision()  # torch's own function raises where one backend differs
+    finally:
+        setattr(backend, flag, before)
+    assert _signatures(5) == plain
+
+
+def test_times_on_a_gpu_are_those_of_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_costs, "device_kind", lambda name: name)
+    file = tmp_path / "version"
+    monkeypatch.setattr(cached_costs, "driver_version", lambda: driver_version(file))
+    gpu, cpu = (Device(name=name, kind=name, memory_bytes=1) for name in ("cuda:0", "cpu"))
+    none = conditions_of(gpu)
+    file.write_text("580.65.06\n")
+    assert conditions_of(gpu).hardware == f"{none.hardware}, driver 580.65.06"
+    assert conditions_of(cpu).hardware == none.hardware
 
 
 # --- memory
