@@ -146,7 +146,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Release unused cached memory, to avoid fragmentation for what comes next."""
+    """Release unused cached memory, to avoid fragmentation for what comes next.
+
+    With CUDA this includes the workspaces of cuBLAS, and page-locked memory of the host.
+    """
+    if device.type == "cuda":
+        for function in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
+            getattr(torch._C, function, lambda: None)()
     _call(device, "empty_cache")
 
 

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from envs.executors.hooks.hooked_module import HookedModule
@@ -56,7 +57,9 @@ class TorchExecutor:
     its weights from there to the accelerators, unless they are still there from its last run, and
     never has to copy the previous ones back. The unplaced model runs in the same way, its own code
     on one device. A training step consists of forward, backward and the optimizer updates, if there
-    is an optimizer, with learning rate 0; gradients are cleared before it. Memory of CUDA devices
+    is an optimizer, with learning rate 0; gradients are cleared before it. Gradients that are not
+    finite change parameters all the same: host values are those of the model again when another
+    placement follows. Memory of CUDA devices
     is limited to ``limits`` while it is open. Host memory cannot be limited, since this process
     holds more than the step: a placement that exceeds it according to the simulator fails without
     being run. After an error that CUDA does not recover from, such as a failed assertion on the
@@ -92,6 +95,12 @@ class TorchExecutor:
         step = step_copy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
+        updates = step.optimizer is not None
+        self._written = {
+            name: tensor.detach()
+            for name, tensor in extraction.step.named_state().items()
+            if not isinstance(tensor, nn.Parameter) or (updates and tensor.requires_grad)
+        }
         put_back(step, self._on_host)
         self._placed: PlacedModule | HookedModule | None = None  # of all placements
         self._running: _Running | None = None
@@ -105,12 +114,18 @@ class TorchExecutor:
                 for device in self._devices
             ]
         )
+        for device in self._devices:
+            torch_devices.release(device)
         self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
         try:
             self._open.enter_context(torch_devices.limited(limited))
             self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         except torch.AcceleratorError as error:
             raise DevicesLostError(f"{UNUSABLE}: {_in_a_line(error)}") from error
+        if not gc.get_freeze_count():  # what there was need not be searched at every placement
+            gc.collect()
+            gc.freeze()
+            self._open.callback(gc.unfreeze)
 
     def load(self, placement: Placement) -> _PlacedStep | Failure:
         """Return the step as placed, unless it exceeds the memory of the host."""
@@ -225,12 +240,19 @@ class TorchExecutor:
 
     def _clear(self) -> None:
         """Empty the accelerators, which may have no room for the old and the new weights."""
+        ran = self._there is not None
         self._running = self._there = None
         if isinstance(self._placed, PlacedModule):
             self._placed.load_optimizer_state({})
+            self._placed.drop_constants()
+        state = self._extraction.step.named_state()
+        changed = [name for name in self._written if ran and state[name].device == CPU]
         put_back(self._extraction.step, self._on_host)
+        for name in changed:
+            self._on_host[name].copy_(self._written[name])
         if isinstance(self._placed, HookedModule):
             self._placed.close()  # the unplaced model has no hooks
+        gc.collect()  # some tensors are in reference cycles
         for device in self._devices:
             torch_devices.release(device)
 

@@ -144,14 +144,20 @@ class PlacedModule(nn.Module):
         )
         types = sorted({device.type for device in placed.values()})
         run = autocasting(source.compiled(), self._step.dtype, types)
-        for device in set(placed.values()) - self._constants.keys():
-            held = [s.tensor for s in self._program.sources if s.tensor is not None]
-            self._constants[device] = [tensor.to(device) for tensor in held]
+        held = [s.tensor for s in self._program.sources if s.tensor is not None]
+        constants = {
+            device: self._constants.get(device) or [tensor.to(device) for tensor in held]
+            for device in set(placed.values())
+        }
         self._states.place([homes.get(source.value) for source in self._sources])
-        self._source, self._run = source, run
+        self._source, self._run, self._constants = source, run, constants
         self._placed, self._order = placed, tuple(order)
         for other in self._others:
             other.place(*self._in_other_mode(other._program))
+
+    def drop_constants(self) -> None:
+        """Free the constants of the step on all devices; :meth:`place` makes them again."""
+        self._constants = {}
 
     @property
     def source(self) -> str:
