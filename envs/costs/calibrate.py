@@ -27,7 +27,7 @@ from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cache_folder import cache_folder, host, processor
 from envs.hardware.cluster import Cluster, Device, cluster_to_toml, load_cluster
-from envs.hardware.torch_devices import driver_version, kernel_settings
+from envs.hardware.torch_devices import driver_version, kernel_settings, torch_device, uuid_of
 from envs.measurement import CONTENDED, contention_warning
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.files import write_whole
@@ -94,9 +94,10 @@ def core_calibration(devices: Cluster) -> Calibration:
 
 
 def torch_calibration(devices: Cluster) -> Calibration:
-    """Return the calibration of torch devices."""
+    """Return the calibration of torch devices: of these GPUs, whatever their numbers."""
     kinds = [device.kind for device in devices.devices]
-    key = (*devices.names, *kinds, *kernel_settings(), driver_version())
+    uuids = [uuid_of(torch_device(name)) for name in devices.names]
+    key = (*devices.names, *kinds, *uuids, *kernel_settings(), driver_version())
     return Calibration(devices, "torch", key, measured_speeds)
 
 
@@ -133,8 +134,9 @@ def calibrate(cluster: Cluster) -> Cluster:
     rates: dict[str, dict[str, float]] = {}  # by kind
     contention: dict[str, float] = {}  # by name
     hand_offs: dict[tuple[str, str], LinkSpeed] = {}
-    pairs: list[tuple[Device, ...]] = list(itertools.combinations(cluster.devices, 2))
-    for pair in pairs or [cluster.devices]:
+    pairs = list(itertools.combinations(cluster.devices, 2))
+    every: Sequence[tuple[Device, ...]] = pairs or [cluster.devices]
+    for pair in every:
         kinds = tuple(device.kind for device in pair)
         if kinds in hand_offs:
             continue
@@ -151,7 +153,8 @@ def calibrate(cluster: Cluster) -> Cluster:
         )
         for device in cluster.devices
     )
-    return with_speeds(replace(cluster, devices=devices), rates, hand_offs)
+    links = {(a.name, b.name): hand_offs[a.kind, b.kind] for a, b in pairs}
+    return with_speeds(replace(cluster, devices=devices), rates, links)
 
 
 def _device_rates(pool: WorkerPool, device: int) -> tuple[dict[str, float], float]:

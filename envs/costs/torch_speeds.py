@@ -85,6 +85,7 @@ SHORTEST_S: Final = 1e-6
 """Lower bound on measured latencies."""
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 16 << 20
+HOPS: Final = 40
 STREAM_BYTES: Final = 96 << 20  # exceeds the caches
 LONG_PRODUCT_S: Final = 2e-3
 SMALLEST_MATRIX: Final = 256
@@ -123,7 +124,7 @@ def with_speeds(
 ) -> Cluster:
     """Return the cluster with speeds measured today.
 
-    ``rates`` are fields of devices by kind, ``links`` speeds by the kinds of both ends. With
+    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends. With
     ``one_way`` each direction is a link.
     """
     pairs = itertools.permutations if one_way else itertools.combinations
@@ -136,7 +137,7 @@ def with_speeds(
                 between=(a.name, b.name),
                 sharing="pair",
                 one_way=one_way,
-                **links[a.kind, b.kind]._asdict(),
+                **links[a.name, b.name]._asdict(),
             )
             for a, b in pairs(cluster.devices, 2)
         ),
@@ -146,18 +147,18 @@ def with_speeds(
 def measured_speeds(cluster: Cluster) -> Cluster:
     """Return the cluster with speeds, launch overheads and links measured now.
 
-    Devices of one kind are measured once, links once for each ordered pair of kinds. Links are
-    one-way, since copies from and to the host differ. A device needs 0.3 GB of free memory.
+    Devices of one kind are measured once, links for each ordered pair of devices: GPUs of one kind
+    may be joined by NVLink, a switch or two processors. Links are one-way, since copies from and to
+    the host differ. A device needs 0.3 GB of free memory.
     """
     first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
     rates = {kind: _rates(device) for kind, device in first_of.items()}
     copies: dict[tuple[str, str], LinkSpeed] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
-        if (a.kind, b.kind) not in copies:
-            fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
-            ends = torch_device(a.name), torch_device(b.name)
-            with timed_within_bounds(f"copies from {a.name}", b.name):
-                copies[a.kind, b.kind] = copy_speed(*ends, fastest)
+        fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
+        ends = torch_device(a.name), torch_device(b.name)
+        with timed_within_bounds(f"copies from {a.name}", b.name):
+            copies[a.name, b.name] = copy_speed(*ends, fastest)
     precision = f", float32 matmul precision {matmul_precision()}"
     return with_speeds(cluster, rates, copies, one_way=True, notes=precision)
 
@@ -197,7 +198,9 @@ def copy_speed(
 ) -> LinkSpeed:
     """Measure latency and bandwidth of copies into fresh memory, as placed modules make them.
 
-    With ``pinned`` the tensor is in page-locked host memory and the copy is asynchronous.
+    With ``pinned`` the tensor is in page-locked host memory and the copy is asynchronous. Between
+    accelerators many small copies in a row only show how fast they are issued: their latency is
+    that of :func:`hop_s`.
     """
     seconds = []
     for size in (SMALL_BYTES, LARGE_BYTES):
@@ -206,7 +209,28 @@ def copy_speed(
         copy = partial(tensor.to, destination, non_blocking=destination != CPU)
         seconds.append(seconds_per_call(copy, [source, destination]))
     small_s, large_s = seconds
-    return LinkSpeed.of(small_s, large_s, LARGE_BYTES - SMALL_BYTES, fastest_bytes_per_s)
+    speed = LinkSpeed.of(small_s, large_s, LARGE_BYTES - SMALL_BYTES, fastest_bytes_per_s)
+    if pinned or CPU in (source, destination):
+        return speed
+    return speed._replace(latency_s=max(speed.latency_s, hop_s(source, destination)))
+
+
+def hop_s(source: torch.device, destination: torch.device) -> float:
+    """Return the seconds from the end of an op to the start of one on another device.
+
+    They are the additional time of a chain of ops that alternates between both devices.
+    """
+    small = torch.ones(SMALL_BYTES // 4).to(source)
+
+    def chain(devices: Sequence[torch.device]) -> None:
+        tensor = small
+        for device in devices:
+            tensor = torch.neg(tensor.to(device, non_blocking=True))
+
+    ends = [source, destination]
+    alone_s = seconds_per_call(partial(chain, [source] * HOPS), ends)
+    turns_s = seconds_per_call(partial(chain, [destination, source] * (HOPS // 2)), ends)
+    return (turns_s - alone_s) / HOPS
 
 
 def _rates(device: torch.device) -> dict[str, float]:

@@ -1,0 +1,82 @@
+"""Links between torch devices: of each pair, kept for these very GPUs, with the latency of hops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from envs.costs import calibrate, torch_speeds
+from envs.costs.calibrate import torch_calibration
+from envs.costs.torch_speeds import HOPS, LinkSpeed, copy_speed, hop_s, measured_speeds
+from envs.hardware.cluster import Cluster, Device
+from tests.helpers.vdev import TRANSFERS
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def gpus(count: int) -> Cluster:
+    names = [f"cuda:{i}" for i in range(count)]
+    devices = [Device(name=name, kind="cuda:H200", memory_bytes=1 << 40) for name in names]
+    return Cluster(name="gpus", devices=(*devices, Device(name="cpu", kind="c", memory_bytes=1)))
+
+
+def test_the_link_of_each_ordered_pair_of_equal_gpus_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def speed(source: torch.device, destination: torch.device, _: float) -> LinkSpeed:
+        at = [-1 if end.index is None else end.index for end in (source, destination)]
+        return LinkSpeed(1e-5, 1e9 * (10 * (at[0] + 2) + at[1] + 2))
+
+    rates = {"launch_s": 1e-6, "peak_flop_per_s": 1e12, "bandwidth_bytes_per_s": 1e12}
+    monkeypatch.setattr(torch_speeds, "torch_device", torch.device)
+    monkeypatch.setattr(torch_speeds, "_rates", lambda device: rates)
+    monkeypatch.setattr(torch_speeds, "copy_speed", speed)
+    cluster = measured_speeds(gpus(3))
+    found = {link.between: link.bandwidth_bytes_per_s for link in cluster.links}
+    number = {"cpu": 1, "cuda:0": 2, "cuda:1": 3, "cuda:2": 4}
+    assert found == {
+        (a, b): 1e9 * (10 * number[a] + number[b])
+        for a, b in itertools.permutations(cluster.names, 2)
+    }
+
+
+def test_speeds_are_kept_for_these_very_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = ["GPU-a", "GPU-b", "GPU-c"]
+    monkeypatch.setattr(calibrate, "torch_device", torch.device)
+    monkeypatch.setattr(
+        calibrate, "uuid_of", lambda device: "" if device.index is None else visible[device.index]
+    )
+    first = torch_calibration(gpus(2)).path
+    assert torch_calibration(gpus(2)).path == first
+    visible.pop(0)  # as by CUDA_VISIBLE_DEVICES
+    assert torch_calibration(gpus(2)).path != first
+
+
+@pytest.mark.usefixtures("second_device")
+def test_a_hop_costs_what_alternating_devices_adds_to_a_chain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(work: Callable[[], object], devices: Sequence[torch.device]) -> float:
+        TRANSFERS.clear()
+        work()
+        return 1e-6 * HOPS + 1.5e-5 * len(TRANSFERS)  # a copy takes 15 us to be through
+
+    monkeypatch.setattr(torch_speeds, "seconds_per_call", seconds)
+    assert hop_s(torch.device("vdev", 0), CPU) == pytest.approx(1.5e-5)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_small_copies_between_accelerators_take_as_long_as_a_hop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = torch.device("vdev", 0)
+    monkeypatch.setattr(torch_speeds, "seconds_per_call", lambda *_: 3e-6)
+    monkeypatch.setattr(torch_speeds, "hop_s", lambda *_: 2e-5)
+    assert copy_speed(accelerator, accelerator, 1e9).latency_s == 2e-5
+    assert copy_speed(accelerator, CPU, 1e9).latency_s == 3e-6
+    monkeypatch.setattr(torch_speeds, "hop_s", lambda *_: -1e-6)  # by noise
+    assert copy_speed(accelerator, accelerator, 1e9).latency_s == 3e-6
