@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -164,7 +164,7 @@ def in_pairs(
         for overlap in (False, True)
     ]
     inputs, keywords = list(step.inputs), dict(step.keywords)
-    runs = [partial(trained, module, inputs, keywords, names[0]) for module in modules]
+    runs = [partial(trained, module, inputs, keywords, names) for module in modules]
     for run in runs:
         run()  # compiles and allocates
     pairs = min(max(round(OVERLAP_S / sum(run() for run in runs)), 3), PAIRS)
@@ -185,14 +185,19 @@ def replaced(bench: Workbench, step: Workload) -> Extraction:
 
 
 def trained(
-    module: torch.nn.Module, inputs: list[Any], keywords: dict[str, Any], device: torch.device
+    module: torch.nn.Module,
+    inputs: list[Any],
+    keywords: dict[str, Any],
+    devices: Sequence[torch.device],
 ) -> float:
-    """Return the seconds of one training step."""
-    torch_devices.synchronize(device)
+    """Return the seconds of one training step, until all devices are done."""
+    for device in devices:
+        torch_devices.synchronize(device)
     start = time.perf_counter()
     module.zero_grad(set_to_none=True)
     module(*inputs, **keywords).backward()
-    torch_devices.synchronize(device)
+    for device in devices:
+        torch_devices.synchronize(device)
     return time.perf_counter() - start
 
 

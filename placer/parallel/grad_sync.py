@@ -134,11 +134,17 @@ class GradSync:
 def broadcast_state(
     module: nn.Module, group_of: Callable[[torch.device], Group] = lambda device: None
 ) -> None:
-    """Copy parameters and buffers from the first rank of each group to all others."""
+    """Copy parameters and buffers from the first rank of each group to all others.
+
+    Backends take contiguous tensors, or send their memory in whatever order it is.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         group = group_of(tensor.device)
         first = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast(tensor.detach(), first, group=group)
+        sent = tensor.detach().contiguous()
+        dist.broadcast(sent, first, group=group)
+        if not tensor.is_contiguous():
+            tensor.copy_(sent)
 
 
 def _form(queue: list[Bucket]) -> str:

@@ -49,11 +49,12 @@ class Replica:
         """
         total, count = 0.0, len(passes)
         if self._workers is None:
+            losses: list[torch.Tensor] = []
             for inputs, keywords in passes:
                 loss: torch.Tensor = self.module(*inputs, **keywords) / count
                 torch.autograd.backward(loss)
-                total += loss.item()
-            return total
+                losses.append(loss.detach())
+            return sum(loss.item() for loss in losses)  # here, since each waits for its device
         for inputs, keywords in passes:
             total += self._workers.step(*inputs, **keywords).item()
         for parameter in self.module.parameters() if count > 1 else ():

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from placer.parallel.buckets import filled_buckets
-from placer.parallel.grad_sync import GradSync
+from placer.parallel.grad_sync import GradSync, broadcast_state
 from placer.parallel.processes import groups_of_slots
 from tests.helpers.ranks import each, on_ranks, refusal
 from tests.helpers.replicas import (
@@ -330,3 +330,30 @@ def test_replicas_that_cannot_be_reduced_are_refused() -> None:
             assert re.search(r"ranks differ \(ranks 0, 2: \w+; rank 1: ", messages[name])
         assert "no parameter needs a gradient" in messages["nothing"]
         assert re.search(r"gradient of 4\.\w+ arrived once more", messages["twice"])
+
+
+def state_of_rank_0() -> tuple[dict[str, Tensor], list[bool]]:
+    """Return this rank's state after a broadcast, and whether what was sent is contiguous."""
+    rank = dist.get_rank()
+    values = torch.arange(15.0).reshape(3, 5) + 100 * rank
+    module = nn.Module()
+    module.register_buffer("scale", values.t().contiguous().t() if rank else values)
+    module.weight = nn.Parameter(values.t())
+    sent: list[bool] = []
+    broadcast = dist.broadcast
+
+    def watched(tensor: Tensor, *options: Any, **named: Any) -> Any:
+        sent.append(tensor.is_contiguous())
+        return broadcast(tensor, *options, **named)
+
+    dist.broadcast = watched
+    broadcast_state(module)
+    dist.broadcast = broadcast
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}, sent
+
+
+def test_state_is_broadcast_by_value_whatever_its_layout() -> None:
+    (expected, sent), (found, _) = on_ranks(2, state_of_rank_0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert torch.equal(expected["scale"], torch.arange(15.0).reshape(3, 5))
+    assert sent == [True, True]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from placer.cli.main import main
-from placer.parallel.data import FromFunction
+from placer.parallel.data import Batch, FromFunction
 from placer.parallel.methods.block_averager import flat_of
-from placer.parallel.training import STATE_FORMAT, Checkpoint, write_model
+from placer.parallel.training import STATE_FORMAT, Checkpoint, Replica, write_model
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
@@ -118,3 +118,26 @@ def test_a_checkpoint_replaces_only_files_of_its_own_name(
     writes: tuple[tuple[str, int], ...], names: list[str], tmp_path: Path
 ) -> None:
     assert on_ranks(1, written_in_turn, tmp_path, *writes) == [names]
+
+
+def test_losses_are_read_when_all_passes_are_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    item = torch.Tensor.item
+
+    def read(tensor: torch.Tensor) -> object:
+        done.append("read")
+        return item(tensor)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            done.append("pass")
+            return (self.weight * x).sum()
+
+    monkeypatch.setattr(torch.Tensor, "item", read)
+    passes: list[Batch] = [((torch.full((2,), float(k)),), {}) for k in (1, 2, 6)]
+    assert Replica(Model()).backward(passes) == pytest.approx(6.0)
+    assert done == ["pass"] * 3 + ["read"] * 3
