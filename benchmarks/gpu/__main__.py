@@ -120,8 +120,8 @@ def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
         for name, leaf in step.keywords.items()
     }
     eager = LossModule(model).to(device)
-    one = partial(trained, eager, inputs, keywords, device)
-    other = partial(trained, placed, inputs, keywords, device)
+    one = partial(trained, eager, inputs, keywords, [device])
+    other = partial(trained, placed, inputs, keywords, [device])
     for _ in range(3):
         one(), other()
     pairs = min(max(round(PAIRS_S / (one() + other())), 3), PAIRS)
