@@ -35,6 +35,7 @@ from graphs.extract.errors import (
     wants_input_gradient,
     writes_input,
 )
+from graphs.extract.export.flags import Results, asking_lines, check_like_eager
 from graphs.extract.export.trace import Position, cell_by_cell, constants_of
 from graphs.extract.fx_nodes import written_arguments
 from graphs.extract.model_state import (
@@ -63,8 +64,11 @@ def record(step: Workload) -> Traced:
     """Record one step; the model is left as it was."""
     with tracing(step, "recorded"), without_meta(step) as traceable, cell_by_cell(step):
         try_fakes(traceable)
-        with custom_backward_refused(step):
-            return _Recording(with_distinct_inputs(traceable)).traced()
+        recording = _Recording(with_distinct_inputs(traceable))
+        with custom_backward_refused(step), asking_lines() as lines:
+            traced = recording.traced()
+        check_like_eager(traceable, lines, recording.computed, "recorded")
+        return traced
 
 
 class _Recording:
@@ -76,6 +80,7 @@ class _Recording:
         self.tensors = [tensor for _, tensor in pairs]
         self.results: list[Result] = []
         self.outputs: Any = Position(0)
+        self.returned: list[torch.Tensor] = []
 
     def traced(self) -> Traced:
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
@@ -103,6 +108,17 @@ class _Recording:
             depends_on_data=lines,
             unchecked=unchecked,
         )
+
+    def computed(self) -> Results:
+        """Return what the recorded step computed, once it is traced."""
+        state = self.step.named_state()
+        buffers = {k: t for k, t in state.items() if not isinstance(t, torch.nn.Parameter)}
+        values: dict[str, dict[str, torch.Tensor]]
+        values = {"output": {}, "gradient": {}, "state": buffers}
+        for result, tensor in zip(self.results, self.returned, strict=True):
+            values[result.role][result.name] = tensor.detach()
+        outputs, gradients, buffers = values.values()
+        return Results([*outputs.values()], gradients, buffers)
 
     def _existing(self) -> Iterator[tuple[Source, torch.Tensor]]:
         """Yield the tensors that exist before the step, each once."""
@@ -146,7 +162,10 @@ class _Recording:
                 returned = self._outputs(output)
             check_not_replaced(replaced(attributes), lambda t: id(t) in recorder.read)
             returned += self._new_state(wrapped)
-        return [t.from_functional() if isinstance(t, FunctionalTensor) else t for t in returned]
+        self.returned = [
+            t.from_functional() if isinstance(t, FunctionalTensor) else t for t in returned
+        ]
+        return self.returned
 
     def _train(
         self, recorder: Recorder, inputs: Any, keywords: Any, wrapped: Sequence[torch.Tensor]

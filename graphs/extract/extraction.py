@@ -176,7 +176,8 @@ def forward_alone(step: Workload) -> ForwardProgram:
     """Return the exported forward pass of a step's model, without its loss.
 
     A step that had to be recorded because of its loss has one; otherwise an ExtractionError says
-    what in the model prevents it.
+    what in the model prevents it. It is for device maps, which the model's own code runs: it may
+    compute something else than the model does in eager mode.
     """
     with on_host(step) as here:
         return forward_program(

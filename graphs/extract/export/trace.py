@@ -38,6 +38,7 @@ from graphs.extract.errors import (
     wants_input_gradient,
     writes_input,
 )
+from graphs.extract.export.flags import asking_lines, check_like_eager, exported_results
 from graphs.extract.export.parts import Parts
 from graphs.extract.fx_nodes import drop_checks, tag_calls
 from graphs.extract.model_state import (
@@ -101,8 +102,9 @@ def trace(step: Workload) -> Traced:
     the step's mode as a whole is switched meanwhile. A model on the meta device is traced on fake
     tensors, without memory for its parameters.
     """
-    with tracing(step, "exported"), without_meta(step) as traceable:
+    with tracing(step, "exported"), without_meta(step) as traceable, asking_lines() as lines:
         traced, unchecked = _answered(with_distinct_inputs(traceable), _step)
+        check_like_eager(traceable, lines, lambda: exported_results(step, traced), "exported")
         return replace(traced, unchecked=unchecked)
 
 
