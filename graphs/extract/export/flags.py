@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.nn.modules import module as hooks
-from torch.nn.modules import transformer as encoders
 from torch.utils._pytree import tree_leaves
 
 from graphs.extract.autocast import autocast
@@ -174,7 +173,10 @@ def check_like_eager(
     found = _difference(traced(), eager, step)
     if found and not _difference(_eager_results(step), eager, step):
         advice = "Let it compute the same in either case"
-        if any(encoders.__file__ in line for line in lines):
+        if any(
+            isinstance(part, nn.TransformerEncoder) and part.enable_nested_tensor
+            for part in step.model.modules()
+        ):
             advice = "Make nn.TransformerEncoder with enable_nested_tensor=False"
         shown = shown_lines(tuple(reversed(lines)))  # libraries ask first for their own records
         mode = "training step" if step.training else "inference"
