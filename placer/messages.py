@@ -136,9 +136,9 @@ def against_unplaced(best: Candidate, unplaced: Candidate | None, *, contended: 
     if unplaced is None or best.measurement is None or unplaced.measurement is None:
         return ""
     if unplaced.failure:
-        return ""
+        return f"Undecided against {unplaced_model(unplaced)}, which could not be run."
     if not unplaced.is_comparable(contended=contended):
-        return f"A busy machine cannot compare it with {unplaced_model(unplaced)}."
+        return f"Undecided against {unplaced_model(unplaced)}: the machine is too busy to compare."
     ratio = ratio_of(
         unplaced.measurement.step_s(contended=contended),
         best.measurement.step_s(contended=contended),
