@@ -14,7 +14,6 @@ from envs.problem import Problem
 from envs.runtime import Runtime, costed_problem, runtime_for
 from graphs.extract import Extraction
 from placer.api import optimize
-from placer.choose import best_single_device
 from placer.result import Result
 from placer.search.candidate import Candidate
 
@@ -54,12 +53,11 @@ class Answer:
 
     @property
     def one_core(self) -> Candidate:
-        """Return the fastest placement on one core."""
-        placed = [each for each in self.result.candidates if not each.is_unplaced]
-        single = best_single_device(placed)
-        if single is None or single.measurement is None:
+        """Return the placement of all ops on one core."""
+        ran = [each for each in self.result.candidates if each.is_single and each.measurement]
+        if not ran:
             raise RuntimeError(f"{self.name} was not run on one core")
-        return single
+        return ran[0]
 
     def measured(
         self, placements: Sequence[Placement], step_s: float, rounds: int | None = None
