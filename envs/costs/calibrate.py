@@ -43,7 +43,7 @@ HAND_OFF_REPEATS: Final = 25
 KEPT_IF: Final = "quiet"
 """Part of the cache key: files stored before measurements had to be quiet do not count."""
 BUSY_KEPT_S: Final = 3600.0
-"""How long speeds count that were measured while others used the cores."""
+"""Validity of cached speeds that were measured while other processes used the cores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a step's model holds: contexts that replace it meanwhile, and what a program keeps of it.
+"""State of a step's model: contexts that replace it temporarily, and constants of its programs.
 
 The contexts give a step other tensors or another mode, and restore its model on exit.
 :class:`Constants` are what a traced program holds besides parameters, buffers and tensors of the
@@ -268,7 +268,7 @@ def check_not_replaced(
 
 
 class Constants:
-    """What a traced program holds itself: objects among the inputs, and tensors.
+    """Constants of a traced program: objects among the inputs, and tensors.
 
     Made before the trace; ``hold`` adds the tensors of the program.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 FINAL_STARTS: Final = 2
-"""How often workers are started for the last runs."""
+"""Number of times that workers are started for the last runs."""
 STARTING_S: Final = 0.8
 """Time in which workers start and get the example."""
 UNCOUNTED_RUNS: Final = 2

@@ -1,4 +1,4 @@
-"""Whether a model computes the same when torch tells it that it is traced.
+"""Comparison of traced and eager results, for models that ask torch whether they are traced.
 
 A model that asks (``torch.compiler.is_exporting()``) may take another path then than in eager mode,
 as attention masks of transformers and the encoders of torch do. Such a model is run once in eager
@@ -108,7 +108,7 @@ def _is_torch_itself(frame: FrameType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a step computes on the example inputs: the values of buffers are those after it."""
+    """Results of a step on the example inputs; buffers have their values after the step."""
 
     outputs: Sequence[torch.Tensor]
     gradients: Mapping[str, torch.Tensor]

@@ -121,7 +121,7 @@ def _answered(
     """Export without the checks of values that the model makes; return their lines, too.
 
     They must hold on the example inputs: if there are any, the step runs once, by torch alone, or
-    the ``whole`` one if what is exported is a part of it. ``export`` is told whether there are any.
+    the ``whole`` one if what is exported is a part of it. ``export`` gets True if there are any.
     """
     reads = CheckReads()
     try:

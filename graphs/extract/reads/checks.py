@@ -1,4 +1,4 @@
-"""Which reads of values only check or report: their statement raises, warns, logs or does nothing.
+"""Reads of values that only check or report: their statement raises, warns, logs or does nothing.
 
     if not torch.isfinite(x).all():        assert (x >= 0).all()        torch._check(n.item() > 0)
         raise ValueError("not finite")
@@ -128,7 +128,7 @@ def _may_catch(frame: FrameType) -> bool:
 
 
 def _lets_pass(manager: ast.expr, frame: FrameType) -> bool:
-    """Return whether a context lets errors pass, as far as can be told: those of torch do."""
+    """Return whether a context is known to let errors pass, as those of torch do."""
     kind: Any = resolved(manager.func, frame) if isinstance(manager, ast.Call) else None
     module = getattr(kind, "__module__", None) or ""
     return kind is nullcontext or module.partition(".")[0] in ("torch", "transformers")

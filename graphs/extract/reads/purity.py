@@ -1,4 +1,4 @@
-"""What expressions and statements of a model can change, read from their syntax.
+"""Side effects of expressions and statements of a model, found by their syntax.
 
 An expression is pure if it changes nothing and keeps no value that it is given. A statement is
 inert if all that it does is raise, warn or log. Names are looked up in the frame that runs them.
@@ -27,7 +27,7 @@ BUILTINS: Final = (
 LEVELS: Final = ("critical", "debug", "error", "exception", "fatal", "info", "log", "warn")
 """Methods of loggers; others that begin alike, as "warning_once", are of packages."""
 CHECKS: Final = ("_check", "_assert")
-"""How torch's functions begin that raise, or else do nothing."""
+"""Prefixes of torch's functions that raise or do nothing."""
 LIBRARY_CHECKS: Final = {("transformers.utils.import_utils", "torch_compilable_check")}
 """Such functions of other packages: their module and name."""
 OWNERS: Final = (types.ModuleType, nn.Module, logging.Logger, type)
@@ -43,7 +43,7 @@ EFFECTS: Final = ("add", "backward", "register_hook", "retain_grad", "sort")
 
 
 def resolved(expression: ast.expr, frame: FrameType) -> Any:
-    """Return what a dotted name means in a frame, MISSING if it cannot be told."""
+    """Return the object that a dotted name has in a frame, MISSING if it is unknown."""
     if isinstance(expression, ast.Name):
         for names in (frame.f_locals, frame.f_globals, vars(builtins)):
             if expression.id in names:
