@@ -71,7 +71,7 @@ def test_updates_by_gradients_that_are_not_finite_do_not_reach_the_next_placemen
         seen.append(next(iter(module.parameters())).detach().cpu().clone())
         return run(module)
 
-    executor._step = first_seen  # type: ignore[method-assign]
+    executor._step = first_seen  # type: ignore[method-assign]  # notes the state first
     with Measured(executor, rounds=1, warm_up=0) as backend:
         backend.evaluate([on_cpu])
         assert seen[-1].isnan().all(), "0 times infinity"

@@ -247,7 +247,7 @@ ARRAY = np.ones((2, 3), np.float32)
         ((X, ARRAY), r"input \[1\] is an array of numpy.*torch\.from_numpy"),
         ({"x": X, "mask": ARRAY}, r"input \['mask'\] is an array"),
         ((X, {"masks": [ARRAY]}), r"input \[1\]\['masks'\]\[0\] is an array"),
-        ((X, Batch(ARRAY)), r"input \[1\].* an array of numpy"),  # type: ignore[arg-type]
+        ((X, Batch(ARRAY)), r"input \[1\].* an array of numpy"),  # type: ignore[arg-type]  # meant
         ((X, SimpleNamespace(inner=Holder(x=ARRAY))), r"\(SimpleNamespace\) holds an array"),
     ],
 )

@@ -331,7 +331,7 @@ def subclassed() -> nn.Module:
 def dynamic() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return nn.Sequential(QuantizedLinear(8, 8))  # type: ignore[no-untyped-call]
+        return nn.Sequential(QuantizedLinear(8, 8))  # type: ignore[no-untyped-call]  # of torch
 
 
 @EVERY_WAY
