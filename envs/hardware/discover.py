@@ -150,7 +150,7 @@ def pinned(cores: Collection[int]) -> Iterator[None]:
     if allowed == set(cores):
         yield
         return
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    before = _cores_of_threads()
     _pin(dict.fromkeys(before, cores))
     try:
         yield
@@ -160,6 +160,14 @@ def pinned(cores: Collection[int]) -> Iterator[None]:
 
 def _threads() -> list[int]:
     return [int(thread.name) for thread in Path("/proc/self/task").iterdir()]
+
+
+def _cores_of_threads() -> dict[int, Collection[int]]:
+    cores: dict[int, Collection[int]] = {}
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # it has ended
+            cores[thread] = os.sched_getaffinity(thread)
+    return cores
 
 
 def _pin(cores_of_threads: Mapping[int, Collection[int]]) -> None:

@@ -298,7 +298,7 @@ def test_a_measured_step_is_handed_over_like_a_placed_one(
 
     monkeypatch.setattr(HandOver, "step", watched)
     [seen] = measurements(backend.evaluate(candidates(backend.problem)[1:2]))
-    assert seen.ok
+    assert seen.ok, seen.failure
     assert len(threads) > backend.rounds
     assert set(threads) == {1}
     assert all(cleared), "gradients of the step before are gone"
@@ -319,5 +319,5 @@ def test_a_model_that_cannot_be_copied_is_measured_without_the_hand_over() -> No
     problem = priced(extraction)
     with CoreRuntime(extraction, problem.cluster).backend(problem, rounds=2) as measured:
         [seen] = measurements(measured.evaluate(candidates(problem)[:1]))
-    assert seen.ok
+    assert seen.ok, seen.failure
     assert len(seen.wall_s) == 2

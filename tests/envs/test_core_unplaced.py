@@ -102,7 +102,7 @@ def test_an_unplaced_model_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatc
         for where in ("run_step", "_torch_optimizer"):
             monkeypatch.setattr(f"envs.executors.unplaced.{where}", fail)
         placed, *failed = backend.evaluate([on_first(problem), *unplaced])
-    assert placed.feasible
+    assert placed.feasible, placed.why
     assert all("out of luck" in each.why for each in failed)
 
 
@@ -128,7 +128,7 @@ def test_on_one_core_it_is_pinned_with_one_thread_and_starts_no_workers(
     try:
         with runtime.backend(problem, [1.0]) as backend:
             [result] = backend.evaluate([unplaced])
-        assert result.feasible
+        assert result.feasible, result.why
         monkeypatch.setattr(extraction.step.model, "forward", forward)
         with runtime.apply(unplaced) as placed:
             assert isinstance(placed, UnplacedModel)
@@ -315,7 +315,7 @@ def test_a_model_whose_ops_cannot_be_placed_is_measured_and_applied_unplaced(
     evaluation = placer.evaluate(
         read, step, backend="measured", extractor=extractor, progress=False
     )
-    assert evaluation.feasible
+    assert evaluation.feasible, evaluation.why
 
 
 def test_what_cannot_be_placed_has_no_placement_that_is_only_predicted() -> None:

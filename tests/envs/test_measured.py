@@ -122,8 +122,8 @@ def test_a_failed_candidate_runs_no_more_and_the_others_go_on(setup: Setup) -> N
     )
     assert b.measurement is not None
     assert b.measurement.overfull
-    assert a.feasible
-    assert c.feasible
+    assert a.feasible, a.why
+    assert c.feasible, c.why
     assert executor.runs.count("b") == 2
     assert [len(own.wall_s) for own in measurements([a, c])] == [2, 2]
 

@@ -14,7 +14,7 @@ def measurement(wall_s: list[float], cpu_s: list[float] | None = None) -> Measur
 
 def test_the_numbers_of_a_measurement() -> None:
     seen = measurement([4.0, 2.0, 3.0, 10.0, 3.0], [2.0, 2.0, 2.0, 2.0, 3.0])
-    assert seen.ok
+    assert seen.ok, seen.failure
     assert seen.counts
     assert seen.median_s == 3.0
     assert seen.min_s == 2.0

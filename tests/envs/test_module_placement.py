@@ -90,7 +90,7 @@ def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) 
         progress=False,
     )
     assert found.best.measurement is not None
-    assert found.best.measurement.ok
+    assert found.best.measurement.ok, found.best.measurement.failure
     assert all(not row.failure for row in found.candidates)
     assert found.device_of("table") == "cpu"  # 256 kB
     assert not any("Nothing was measured" in remark for remark in found.remarks)
@@ -131,7 +131,7 @@ def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_mode
     for each in (found.single, found.unplaced):
         assert each is not None
         assert each.measurement is not None
-        assert each.measurement.ok
+        assert each.measurement.ok, each.measurement.failure
         applied = assert_applied(model, each.placement, inputs, "modules")
         assert isinstance(applied, UnplacedModel if each.is_unplaced else HookedModule)
         applied.close()

@@ -83,7 +83,7 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
     before, random = tiny_models.state_of(step), torch.get_rng_state()
     with opened(small, rounds=2, warm_up=1) as backend:
         for one in measurements(backend.evaluate(placements)):
-            assert one.ok
+            assert one.ok, one.failure
             assert one.wall_s.shape == (2,)
     assert any(source.type == "vdev" for source, _, _ in TRANSFERS)
     tiny_models.assert_same(tiny_models.state_of(step), before)
@@ -116,7 +116,7 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
     assert f"GB on {name}" in full.why
     assert full.peak_memory_bytes == {name: 7}, "what was measured, not what was predicted"
     for one in others:
-        assert one.feasible
+        assert one.feasible, one.why
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
 
 
@@ -144,7 +144,7 @@ def test_what_a_failed_step_made_is_gone_before_the_next_placement(
         failed, fine = measurements(backend.evaluate(small[2][:2]))
     assert "not here" in failed.failure
     assert failed.overfull is (error is torch.OutOfMemoryError)
-    assert fine.ok
+    assert fine.ok, fine.failure
     assert made
     assert not any(alive)
 
@@ -307,7 +307,7 @@ def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None
         progress=False,
     )
     assert found.best.measurement is not None
-    assert found.best.measurement.ok
+    assert found.best.measurement.ok, found.best.measurement.failure
     assert not normed.weight.is_leaf
     with placer.apply(step.model, found) as placed:
         assert placed.get_submodule("0").weight_v.device.type == "vdev"
@@ -359,8 +359,8 @@ def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> Non
     with Measured(limited, rounds=1) as backend:
         full, fine = backend.evaluate(placements)
     assert "GB on cuda:0" in full.why
-    assert fine.feasible
+    assert fine.feasible, fine.why
     with Measured(TorchExecutor(extraction, calls, problem), rounds=1) as backend:
         (there,) = backend.evaluate(placements[:1])
-    assert there.feasible
+    assert there.feasible, there.why
     assert there.peak_memory_bytes["cuda:0"] >= sum(2 * p.nbytes for p in model.parameters())

@@ -105,7 +105,7 @@ def test_an_unplaced_model_that_runs_out_of_memory_fails_and_the_placements_go_o
     assert full.measurement.overfull
     assert "512.00 MiB (predicted: " in full.why
     assert "GB on vdev:0" in full.why
-    assert fine.feasible
+    assert fine.feasible, fine.why
 
 
 def test_an_unplaced_model_too_large_for_the_host_is_not_run() -> None:
@@ -116,7 +116,7 @@ def test_an_unplaced_model_too_large_for_the_host_is_not_run() -> None:
         here = everywhere(backend.problem, 1, unplaced=True)
         full, fine = backend.evaluate([here, everywhere(backend.problem, 0, unplaced=True)])
     assert full.why.startswith("cpu needs")
-    assert fine.feasible
+    assert fine.feasible, fine.why
 
 
 # --- the answer
@@ -362,7 +362,7 @@ def test_a_model_is_measured_unplaced_on_a_gpu_and_computes_there_what_it_comput
     )
     assert result.unplaced is not None
     assert result.unplaced.measurement is not None
-    assert result.unplaced.measurement.ok
+    assert result.unplaced.measurement.ok, result.unplaced.measurement.failure
     assert result.unplaced.measurement.peak_memory_bytes["cuda:0"] > 0
     assert result.unplaced.placement.used_devices == ("cuda:0",)
     plain, own = copy.deepcopy(step), copy.deepcopy(step)

@@ -133,7 +133,7 @@ def test_a_device_map_is_measured_and_predicted() -> None:
     before = tiny_models.state_of(workload)
     evaluation = placer.evaluate(devices, workload, cluster, backend="measured", progress=False)
     assert evaluation.measurement is not None
-    assert evaluation.measurement.ok
+    assert evaluation.measurement.ok, evaluation.measurement.failure
     for module, device in devices.items():
         assert set(evaluation.placement.devices_of(module)) == {device}
     content = json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))
@@ -154,7 +154,7 @@ def test_a_model_that_cannot_be_copied_is_run_with_a_remark() -> None:
     workload = placer.Workload.of(Single(4, 2), torch.randn(3, 4), training=False)
     evaluation = placer.evaluate({"": core}, workload, backend="measured", progress=False)
     assert evaluation.measurement is not None
-    assert evaluation.measurement.ok
+    assert evaluation.measurement.ok, evaluation.measurement.failure
     [remark] = evaluation.to_dict()["remarks"]
     assert remark.startswith("Measured steps exclude handing over batch and results")
 
@@ -181,7 +181,7 @@ def test_a_map_on_a_pinned_core_is_measured_on_its_own_devices() -> None:
     core = discover("auto").names[0]
     evaluation = placer.evaluate({"": core}, layers(), backend="measured", progress=False)
     assert evaluation.placement.device_names == (core,)
-    assert evaluation.feasible
+    assert evaluation.feasible, evaluation.why
     with pytest.raises(ValueError, match="no device cuda:7"):
         placer.evaluate({"": 7}, layers(), progress=False)
 

@@ -234,7 +234,7 @@ def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
     )
     [start] = [row for row in result.candidates if row.kind is placer.Kind.WARM_START]
     assert start.measurement is not None
-    assert start.measurement.ok
+    assert start.measurement.ok, start.measurement.failure
     for module, device in devices.items():
         assert set(start.placement.devices_of(module)) == {device}
 

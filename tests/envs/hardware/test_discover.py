@@ -21,6 +21,16 @@ CORES = sorted(os.sched_getaffinity(0))
 FIRST = f"core:{CORES[0]}"
 
 
+def test_a_thread_that_ends_while_it_is_pinned_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, listed = 2**22 + 1, discovery._threads  # Linux gives no thread such an id
+    monkeypatch.setattr(discovery, "_threads", lambda: [ended, *listed()])
+    with discovery.pinned(CORES[:1]):
+        assert os.sched_getaffinity(0) == {CORES[0]}
+    assert sorted(os.sched_getaffinity(0)) == CORES
+
+
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8), 11})

@@ -269,8 +269,8 @@ def test_measured_steps_do_all_their_work_and_change_nothing(
         own, expected = here(module.state_dict()), {n: before[n] for n in module.state_dict()}
         trained = {name: own[name] for name, _ in module.named_parameters()}
         torch.testing.assert_close(trained, {n: expected[n] for n in trained}, rtol=0, atol=0)
-    assert first.ok
-    assert second.ok
+    assert first.ok, first.failure
+    assert second.ok, second.failure
     assert {rate for _, rate, _ in updated} == {0.0}
     by_type = [sum(n for kind, _, n in updated if kind == own) for own in ("vdev", "cpu")]
     steps = [count / len(list(step.model.parameters())) for count in by_type]
