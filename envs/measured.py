@@ -24,6 +24,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 
+FEWEST_ROUNDS: Final = 3
 TURN_S: Final = 0.06
 """Time of the counted steps of a turn."""
 LONG_STEP_S: Final = 0.15

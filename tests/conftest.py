@@ -61,6 +61,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"NOT RUN: {count} x {reason}", yellow=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """Exempt what earlier modules imported: on torch's devices every measured turn collects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the measurements of tests out of the user's cache, and the user's cache out of tests."""
@@ -75,6 +82,13 @@ def same_random_numbers() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_dynamo() -> None:
+    """Forget what dynamo was told to skip: it would trace later tests in another way."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

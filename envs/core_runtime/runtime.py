@@ -28,7 +28,7 @@ from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import cores_of, is_local_core_set, present
-from envs.measured import Measured, turn_s
+from envs.measured import FEWEST_ROUNDS, Measured, turn_s
 from envs.placement import Placement
 from envs.problem import Problem, without_hand_over
 from envs.simulator.schedule import Schedule, run_order
@@ -37,7 +37,6 @@ from graphs.extract.placeable import gradient_makers
 from graphs.graph import GraphArrays
 
 MEASURED_S: Final = 0.5
-FEWEST_ROUNDS: Final = 3
 MOST_ROUNDS: Final = 7
 FINAL_S: Final = 6.0
 FEWEST_FINAL_ROUNDS: Final = 5

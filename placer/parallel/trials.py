@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from envs.executors.cores.pool import spread_seed
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import cores_of
+from envs.measured import FEWEST_ROUNDS
 from envs.placement import Placement
 from graphs.extract import Extraction
 from graphs.workload import step_copy
@@ -42,7 +43,6 @@ TURN_S: Final = 0.15
 SETTLE_S: Final = 0.02
 """OpenMP threads spin for milliseconds after their work, on cores that the next turn needs."""
 TRIALS_S: Final = 20.0
-FEWEST_ROUNDS: Final = 3
 MOST_ROUNDS: Final = 9
 MOST_STEPS: Final = 200
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
-from envs.measured import DevicesLostError, turn_s
+from envs.measured import FEWEST_ROUNDS, DevicesLostError, turn_s
 from envs.problem import Problem
 from placer.choose import (
     MEASURED_CANDIDATES,
@@ -33,7 +33,6 @@ FINAL_STARTS: Final = 2
 STARTING_S: Final = 0.8
 """Time in which workers start and get the example."""
 UNCOUNTED_RUNS: Final = 2
-FEWEST_ROUNDS: Final = 3
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 import placer
 from envs.backend import StepResult, measurements
 from envs.core_runtime import CoreExecutor, CoreRuntime
-from envs.core_runtime.runtime import FEWEST_ROUNDS
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Link
 from envs.hardware.discover import cores_of, discover, present
-from envs.measured import Measured
+from envs.measured import FEWEST_ROUNDS, Measured
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem, without_hand_over

@@ -108,7 +108,6 @@ def conditional(m: Any, x: Tensor) -> Tensor:
 def test_what_cannot_be_placed_is_refused_in_a_sentence(
     function: Callable[..., Any], reason: str, training: bool
 ) -> None:
-    torch._dynamo.reset()  # what it was told to skip by earlier tests would be the reason
     with pytest.raises(ExtractionError) as refused:
         extract(linear_step(function, training=training), "export")
     text = str(refused.value)
