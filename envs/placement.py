@@ -317,14 +317,14 @@ class Placement:
         write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
-    def load(cls, path: Path, device_names: tuple[str, ...] = ()) -> Placement:
+    def load(cls, path: str | Path, device_names: tuple[str, ...] = ()) -> Placement:
         """Read a placement file.
 
         Raises:
             ValueError: it is not JSON or not a placement; the message starts with the path.
             OSError: it cannot be read.
         """
-        return load_checked(path, lambda data: cls.from_dict(table(data, ""), device_names))
+        return load_checked(Path(path), lambda data: cls.from_dict(table(data, ""), device_names))
 
 
 def module_of(op_id: str) -> str:

@@ -255,7 +255,8 @@ def scalar_loss(output: Any) -> torch.Tensor:
         raise StepError(
             f"a training step needs a scalar loss, but the model returned "
             f"{shown or type(output).__name__}. Give a loss function (the target function returns "
-            "model, inputs, loss), let the model return its loss, or place inference."
+            "model, inputs, loss), let the model return its loss, alone or as the entry 'loss', or "
+            "place inference (--inference, training=False)."
         )
     return loss
 

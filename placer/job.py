@@ -116,6 +116,10 @@ class SearchConfig:
             raise ValueError(f"a backend evaluates single steps, not {objective.name}")
         if isinstance(measure, str):
             _seconds(measure)
+        if not isinstance(budget, str | Budget):
+            raise TypeError(
+                f"a budget is a string, '60s' or '4000e' for evaluations, not {budget!r}"
+            )
         values = {
             "budget": Budget.parse(budget) if isinstance(budget, str) else budget,
             "seed": seed,

@@ -14,6 +14,7 @@ from envs.hardware.core_sets import has_several_cores
 from envs.hardware.discover import is_core
 from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import CONTENDED, tied
+from envs.measurement import contended as is_contended
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import PHASES
@@ -96,6 +97,15 @@ def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
         names = " and ".join(name for name in problem.cluster.names if name in pinned_to)
         return f"No single device may run the whole step: ops are pinned to {names}."
     return "No single device has costs for all ops."
+
+
+def sentence_count(text: str) -> int:
+    """Return the number of sentences in a text.
+
+    >>> sentence_count("It is 1.19x faster. Nothing to gain.")
+    2
+    """
+    return text.removesuffix(".").count(". ") + 1
 
 
 def leave_unplaced(
@@ -203,13 +213,25 @@ def not_measured(trouble: str, *, stopped: bool) -> str:
     return "Nothing was measured: it was stopped before the first complete round." * stopped
 
 
-def busy_machine(candidates: Sequence[Candidate]) -> str:
-    """Return how busy the machine was, for candidates that are compared by CPU-clock time."""
+def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
+    """Return how busy the machine was, "" if it was quiet.
+
+    Candidates are compared by CPU-clock time if the runs were ``contended``. Where only the
+    unplaced model was run they are not: on several cores it has no CPU clock.
+    """
     ran = [
         (each, runs)
         for each in candidates
         if (runs := each.measurement) is not None and runs.has_cpu_clock
     ]
+    if not contended:
+        only_unplaced = all(each.is_unplaced for each in candidates)
+        if not (only_unplaced and is_contended([runs for _, runs in ran])):
+            return ""
+        return (
+            "This machine was busy, and only wall times compare the model on several cores: run "
+            "again when `placer machine` says good."
+        )
     slower = float(np.median([runs.contention for _, runs in ran]))
     alone = ", ".join(
         f"{runs.contention:.3g} x on {each.placement.device_names[each.devices[0]]}"

@@ -191,8 +191,7 @@ class Result:
                 self.trouble, stopped=self.stopped and self.measuring_s > 0 and not was_run
             )
         ]
-        if contended:
-            remarks.append(messages.busy_machine(self.candidates))
+        remarks.append(messages.busy_machine(self.candidates, contended=contended))
         if single is not None and not (best.is_unplaced or single.is_unplaced):
             remarks.append(messages.impossible_gain(self.speedup, single, self.lower_bound_s))
         remarks.append(messages.tie(best, self.candidates, contended=contended))
@@ -216,7 +215,8 @@ class Result:
     @property
     def main_remarks(self) -> list[str]:
         """Return the most important remarks, few enough to read with the verdict."""
-        return self.remarks[: max(MOST_SENTENCES - len(self._verdict), 0)]
+        said = sum(map(messages.sentence_count, self._verdict))
+        return self.remarks[: max(MOST_SENTENCES - said, 0)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data for JSON; units are in the names, None is unknown."""

@@ -92,6 +92,11 @@ def cluster_of(
         raise ValueError("a cluster says how much memory its devices have: leave memory out")
     if isinstance(devices, Cluster):
         return devices
+    if not isinstance(devices, str | Path):
+        raise TypeError(
+            "devices are a string such as 'core:0,core:1', a cluster file or a Cluster, not "
+            f"{type(devices).__name__}"
+        )
     cluster = load_cluster(Path(devices))
     if not has_costs:
         try:

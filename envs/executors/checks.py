@@ -4,13 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from graphs.arguments import contexts_by_name, leaves_by_path
 from graphs.extract import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedState:
+    """What a training step was placed with: the modes of modules, and which parameters it trains.
+
+    Inference has neither.
+    """
+
+    modes: tuple[tuple[str, nn.Module, bool], ...]
+    parameters: tuple[tuple[str, nn.Parameter, bool], ...]
+
+    @classmethod
+    def of(cls, step: Workload) -> TrainedState:
+        """Return the present state of a step's model and loss function."""
+        owners = (step.model, step.loss) if step.training else ()
+        modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+        return cls(
+            tuple((n, m, m.training) for each in modules for n, m in each.named_modules()),
+            tuple((n, p, p.requires_grad) for each in modules for n, p in each.named_parameters()),
+        )
+
+    def check(self) -> None:
+        """Raise ValueError if a module went to eval mode, or a parameter was frozen or unfrozen."""
+        for name, module, training in self.modes:
+            if training and not module.training:
+                raise ValueError(
+                    f"{name or 'the model'} is in eval mode now, and a placed training step "
+                    "computes as in train mode: validate with the model itself, model(x), and "
+                    "call model.train() before the next step"
+                )
+        for name, parameter, trained in self.parameters:
+            if parameter.requires_grad is not trained:
+                has, had = ("no", "one") if trained else ("a", "none")
+                raise ValueError(
+                    f"{name} has {has} gradient now (requires_grad), and had {had} when it was "
+                    "placed: optimize the model as it is now, and apply the new placement"
+                )
 
 
 def checked_rate(rate: float) -> float:
@@ -45,11 +85,11 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
     examples = leaves_by_path(step.step_inputs, step.keywords)
     for path in batch:
         if path not in examples:
-            raise ValueError(f"the batch holds input {path}, the example inputs do not")
+            raise ValueError(f"the batch holds {_named(step, path)}, the example inputs do not")
     for path, example in examples.items():
         if path not in batch:
-            raise ValueError(f"the batch lacks input {path} of the example inputs")
-        _check(path, batch[path], example)
+            raise ValueError(f"the batch lacks {_named(step, path)} of the example inputs")
+        _check(_named(step, path), batch[path], example)
     if not torch.compiler.is_compiling():
         _check_contexts(step, inputs, keywords)
     return [batch[path] for path in examples]
@@ -65,25 +105,31 @@ def _check_contexts(step: Workload, inputs: Sequence[Any], keywords: Mapping[str
         )
 
 
+def _named(step: Workload, path: str) -> str:
+    """Return what a leaf is: the target of the loss function, or the input at a path."""
+    target = f"[{len(step.inputs) - 1}]" if step.loss is not None and step.training else "none"
+    return f"the target{path[len(target) :]}" if path.startswith(target) else f"input {path}"
+
+
 def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _check(path: str, leaf: object, example: object) -> None:
+def _check(name: str, leaf: object, example: object) -> None:
     if isinstance(leaf, np.ndarray):
-        raise ValueError(
-            f"input {path} of the batch is an array of numpy: give torch.from_numpy(x)"
-        )
+        raise ValueError(f"{name} of the batch is an array of numpy: give torch.from_numpy(x)")
     if not isinstance(example, torch.Tensor):
         if leaf is not example and (isinstance(leaf, torch.Tensor) or leaf != example):
             raise ValueError(
-                f"input {path} of the batch is {leaf!r}, the placement was made for {example!r}: "
+                f"{name} of the batch is {leaf!r}, the placement was made for {example!r}: "
                 "only tensors may change from batch to batch"
             )
     elif not isinstance(leaf, torch.Tensor):
-        raise ValueError(f"input {path} of the batch is {type(leaf).__name__}, not a tensor")
+        raise ValueError(f"{name} of the batch is {type(leaf).__name__}, not a tensor")
     elif leaf.shape != example.shape or leaf.dtype != example.dtype:
+        smaller = leaf.dtype == example.dtype and leaf.shape[1:] == example.shape[1:]
+        advice = " (drop_last=True of a DataLoader leaves out a last, smaller batch)"
         raise ValueError(
-            f"input {path} of the batch is {_form(leaf)}, the "
-            f"placement was made for {_form(example)}"
+            f"{name} of the batch is {_form(leaf)}, the placement was made for {_form(example)}: "
+            f"place the step for batches of this size{advice if smaller else ''}"
         )

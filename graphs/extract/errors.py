@@ -71,6 +71,8 @@ def explained(
     reason, advice, remedy = first_line(error), "", None
     if verb == "run":
         advice = "The model must run on the example inputs as they are given"
+        if step.loss is not None and "required positional argument" in reason:
+            advice += "; the last of them is the target of the loss, unless target= gives it"
         if step.dtype != FULL:
             advice += (
                 f", under torch.autocast in {step.dtype}; if it runs only without autocast, place "

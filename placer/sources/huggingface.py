@@ -197,10 +197,23 @@ def _step(model: Any, request: Request, *, training: bool) -> Workload:
                 f"{request} takes {other}, of which placer does not know the sizes; {OWN_FUNCTION}"
             )
     if training:
-        inputs["labels"] = torch.randint(config.vocab_size, tokens)
+        inputs |= _labels(model, tokens)
     elif config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(config.vocab_size, tokens)
     return Workload.of(model, inputs, training=training)
+
+
+def _labels(model: Any, tokens: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Return random labels as the head of a model takes them, which its class tells."""
+    config, (batch, sequence) = model.config, tokens
+    name = type(model).__name__
+    if name.endswith("ForQuestionAnswering"):
+        places = torch.randint(sequence, (2, batch))
+        return {"start_positions": places[0], "end_positions": places[1]}
+    if name.endswith("ForSequenceClassification"):
+        return {"labels": torch.randint(config.num_labels, (batch,))}
+    classes = config.num_labels if name.endswith("ForTokenClassification") else config.vocab_size
+    return {"labels": torch.randint(classes, tokens)}
 
 
 def _image_size(config: Any) -> tuple[int, int]:

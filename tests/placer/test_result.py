@@ -172,6 +172,8 @@ def test_on_a_busy_machine_the_unplaced_model_on_one_core_is_compared_by_its_cpu
     assert np.isnan(result.speedup_of(joined))
     assert choose([joined, alone, busy(HEFT, 2.5), single]) is alone
     assert choose([joined, alone]) is joined, "without a placement wall times decide"
+    [remark] = [each for each in result_of([joined, alone]).remarks if "was busy" in each]
+    assert "only wall times" in remark
 
 
 def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -> None:

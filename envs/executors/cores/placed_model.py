@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from envs.executors.checks import checked_rate, load_optimizer_state
+from envs.executors.checks import TrainedState, checked_rate, load_optimizer_state
 from envs.executors.cores.arena import begin_updates
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.hand_over import HandOver
@@ -65,6 +65,7 @@ class PlacedModel:
         self.program = extraction.program
         self._extraction = extraction
         self._step = extraction.step
+        self._trained = TrainedState.of(extraction.step)
         self._handed: HandOver | None = None
         lists = device_lists(self.program, devices, order, len(cluster))
         self._pool = WorkerPool(
@@ -89,6 +90,13 @@ class PlacedModel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __call__(self, *_: object, **__: object) -> Any:
+        """Raise TypeError, which says what runs a step."""
+        raise TypeError(
+            "on cores whole steps are placed: call placed.step(batch), which also runs the "
+            "backward pass, and model(x) for the model alone"
+        )
+
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """Run one step on a batch shaped like the example inputs.
 
@@ -99,12 +107,14 @@ class PlacedModel:
 
         Raises:
             ValueError: the batch does not match the example inputs, a parameter or buffer has
-                another shape, dtype or device than when the model was placed, or what the step
-                holds of the model or the inputs has changed.
+                another shape, dtype or device than when the model was placed, what the step holds
+                of the model or the inputs has changed, or a model in training is in eval mode or
+                trains other parameters.
             WorkerError: a worker died, hung, or could not run an op.
         """
         if self._pool.closed or self._handed is None:
             raise WorkerError("the workers of this placed model have ended; place it again")
+        self._trained.check()
         self._extraction.check_constants()
         positional, named = self._step.unpacked(batch, keywords)
         outputs, _ = self._handed.step(lambda: self._pool.run(self._number), positional, named)

@@ -127,7 +127,7 @@ def test_a_step_on_cores_takes_every_form() -> None:
             assert_steps(placed, form, step.model)
         with pytest.raises(ValueError, match=r"holds input \['other'\]"):
             placed.step({"x": X, "target": Y, "other": X})
-        with pytest.raises(ValueError, match="lacks input"):
+        with pytest.raises(ValueError, match="lacks the target"):
             placed.step({"x": X})
 
 

@@ -85,6 +85,25 @@ def test_images_and_spectra_have_the_sizes_of_the_configuration_and_inference_no
     assert set(load(TARGETS["t5"], training=False).keywords) == {"input_ids", "decoder_input_ids"}
 
 
+@pytest.mark.parametrize(
+    ("head", "labels"),
+    [
+        ("SequenceClassification", {"labels": (2,)}),
+        ("TokenClassification", {"labels": (2, 128)}),
+        ("QuestionAnswering", {"start_positions": (2,), "end_positions": (2,)}),
+        ("MaskedLM", {"labels": (2, 128)}),
+    ],
+)
+def test_a_model_gets_the_labels_of_its_head(head: str, labels: dict[str, tuple[int, ...]]) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 2}
+    config = transformers.BertConfig(intermediate_size=8, vocab_size=31, **sizes)
+    step = huggingface.made_up(getattr(transformers, f"BertFor{head}")(config), training=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in step.keywords.items()}
+    rows = shapes.pop("input_ids")[0]
+    assert shapes == {name: (rows, *shape[1:]) for name, shape in labels.items()}
+    assert step.model(**step.keywords).loss.isfinite()
+
+
 def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 31}
     (tmp_path / "config.json").write_text(json.dumps(config))

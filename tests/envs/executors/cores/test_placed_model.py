@@ -208,6 +208,38 @@ def test_state_of_another_form_is_refused_and_may_come_back() -> None:
         assert model.step(*step.model_inputs).shape == (4, 5)
 
 
+def test_a_training_step_in_eval_mode_or_with_other_trained_parameters_is_refused() -> None:
+    step = tiny_models.conv_net()
+    model, parameter = step.model, step.model.get_parameter("7.bias")
+    with on_cores(extract(step)) as placed:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.eval()
+        with pytest.raises(ValueError, match=r"the model is in eval mode now.*model\(x\)"):
+            placed.step(*step.inputs)
+        model.train()
+        parameter.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"7\.bias has no gradient now"):
+            placed.step(*step.inputs)
+        parameter.requires_grad_(True)
+        assert_same(dict(model.state_dict()), before)
+        assert all(each.grad is None for each in model.parameters())
+        placed.step(*step.inputs)
+        with pytest.raises(TypeError, match=r"placed\.step\(batch\)"):
+            placed(*step.inputs)
+
+
+def test_a_frozen_parameter_that_is_to_be_trained_is_refused_and_inference_has_no_modes() -> None:
+    step = tiny_models.conv_net()
+    step.model.get_parameter("7.bias").requires_grad_(False)
+    with on_cores(extract(step)) as placed:
+        step.model.get_parameter("7.bias").requires_grad_(True)
+        with pytest.raises(ValueError, match=r"7\.bias has a gradient now"):
+            placed.step(*step.inputs)
+    with on_cores(extract(inference(step))) as placed:
+        outputs = [placed.step(*step.model_inputs) for _ in (step.model.train(), step.model.eval())]
+        assert_same(*outputs)
+
+
 # --- what is left behind
 
 
