@@ -17,16 +17,14 @@ from envs.executors.torch.streams import arrived, sending, staged
 from graphs.extract import Workload, extract
 from tests.helpers import tiny_models
 from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.second_devices import DEVICES, second
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import assert_trains_alike
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+ON_DEVICES = pytest.mark.parametrize("second_device", DEVICES, indirect=True)
 NAMES = ("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight")
-
-
-def second() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "vdev", 0)
 
 
 def chain() -> Workload:
@@ -43,6 +41,7 @@ def chain() -> Workload:
     return Workload.of(model, (torch.randn(2, 3),))
 
 
+@ON_DEVICES
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(NAMES)))
 def test_random_placements_compute_the_same_and_send_as_much(seed: int, name: str) -> None:
@@ -69,7 +68,7 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves i
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("second_device")
+@pytest.mark.usefixtures("second_device")  # vdev, which does what is launched at once
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) -> None:
     extraction = extract(chain())
@@ -90,6 +89,7 @@ def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) ->
     assert_trains_alike(chain(), placed)
 
 
+@ON_DEVICES
 @pytest.mark.usefixtures("second_device")
 def test_what_is_written_in_place_is_not_sent_ahead() -> None:
     def write(m: nn.Module, x: Tensor) -> Tensor:

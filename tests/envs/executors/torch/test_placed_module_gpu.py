@@ -1,4 +1,7 @@
-"""Placed modules on cuda:0 and the CPU compute the same as the model on the CPU."""
+"""Placed modules on cuda:0 and the CPU compute the same as the model on the CPU.
+
+On a real device, and on a fake one whose streams run in several orders.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from torch import nn
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
+from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.second_devices import CUDA as GPU
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_trains_alike, torch_optimizer, with_optimizer
 
 torch.set_num_threads(1)
 
-GPU = torch.device("cuda", 0)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("cuda"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
@@ -70,7 +73,8 @@ def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, over
     devices = random_devices(extraction, ["cpu", GPU], seed)
     placed = PlacedModule(extraction, devices, order, overlap=overlap)
     assert placed.transfers > 0
-    assert all(own is before[name] for name, own in placed.named_parameters())
+    if not is_fake():  # torch lets a tensor take over memory of a real device only
+        assert all(own is before[name] for name, own in placed.named_parameters())
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
 
 

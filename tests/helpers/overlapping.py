@@ -1,0 +1,213 @@
+"""What overlapping copies must keep right, as scenarios on two fake CUDA devices and the host.
+
+Each takes the seed of the order in which streams run, and fails if a result is wrong. They are
+tests, and they are what the check of removed waits runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from envs.backend import measurements
+from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.streams import arrived, sending
+from envs.measured import Measured
+from envs.torch_runtime import executor
+from graphs.extract.placeable import call_graph
+from tests.fake_cuda import fake_cuda
+from tests.helpers.clusters import equal_costs
+from tests.helpers.extracted_steps import fresh
+from tests.helpers.on_torch_devices import alternating, everywhere
+from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.tiny_models import forward
+from tests.helpers.trained_alike import assert_trains_alike
+
+CPU: Final = torch.device("cpu")
+FIRST, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+WAYS: Final = {
+    "into": (CPU, FIRST),
+    "out": (FIRST, CPU),
+    "across": (FIRST, OTHER),
+}
+SIZE: Final = 64
+MODELS: Final = ("conv_net", "tied_weights", "norm_twice", "views", "attention")
+
+
+def made_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a tensor that needs a gradient, and one that is computed from it."""
+    leaf = torch.arange(float(SIZE)).to(device).requires_grad_()
+    return leaf, (leaf * 2).sin() + 1
+
+
+def expected_there() -> Tensor:
+    return (torch.arange(float(SIZE)) * 2).sin() + 1
+
+
+def busy(device: torch.device) -> None:
+    """Let memory that is free on a device be used by its stream."""
+    if device != CPU:
+        for _ in range(3):
+            torch.full((SIZE,), 7.0, device=device).mul_(2)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.detach().cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+# --- single copies
+
+
+def sent_without_gradient(way: str, seed: int) -> None:
+    """The source is gone at once, and the copy after its reader was launched."""
+    source, destination = WAYS[way]
+    with fake_cuda(2, seed=seed), torch.no_grad():
+        _, made = made_on(source)
+        sent = sending(made, destination)
+        del made
+        busy(source)
+        busy(destination)
+        there = arrived(sent)
+        assert there.device == destination
+        del sent
+        read = there * 3
+        del there
+        busy(destination)
+        assert_equal(read, expected_there() * 3)
+
+
+def sent_twice(way: str, seed: int) -> None:
+    """Copies and readers of a second tensor meet those of the first, in memory that is free."""
+    source, destination = WAYS[way]
+    with fake_cuda(2, seed=seed), torch.no_grad():
+        results = []
+        for factor in range(1, 6):
+            _, made = made_on(source)
+            sent = sending(made * factor, destination)
+            del made
+            busy(source)
+            there = arrived(sent)
+            del sent
+            results.append(there + 1)
+            del there
+            busy(destination)
+        for factor, result in enumerate(results, start=1):
+            assert_equal(result, expected_there() * factor + 1)
+
+
+def sent_with_gradient(way: str, seed: int) -> None:
+    source, destination = WAYS[way]
+    with fake_cuda(2, seed=seed):
+        for _ in range(2):
+            leaf, made = made_on(source)
+            sent = sending(made, destination)
+            del made
+            there = arrived(sent)
+            loss = (there * there).sum()
+            assert_equal(there, expected_there())
+            del sent, there
+            torch.autograd.backward(loss)
+            busy(source)
+            assert leaf.grad is not None
+            plain = torch.arange(float(SIZE)).requires_grad_()
+            torch.autograd.backward((((plain * 2).sin() + 1) ** 2).sum())
+            assert plain.grad is not None
+            assert_equal(leaf.grad, plain.grad)
+
+
+def leaves_compute_alone(way: str, seed: int) -> None:
+    """What is computed on a device after a copy has begun does not wait for it."""
+    source, destination = WAYS[way]
+    with fake_cuda(2, seed=0 * seed) as machine, torch.no_grad():
+        _, made = made_on(source)
+        sent = sending(made, destination)
+        side = [stream for stream in machine.queues.streams if stream.number]
+        before = [stream.done for stream in side]
+        for device in (source, destination):
+            if device != CPU:
+                busy(device)
+                torch.cuda.current_stream(device).synchronize()
+        assert any(stream.pending for stream in side), "the copy is still to come"
+        assert [stream.done for stream in side] == before
+        assert_equal(arrived(sent), expected_there())
+
+
+# --- whole steps
+
+
+def placed_at_random(name: str, overlap: bool, seed: int) -> None:
+    """Training of a model with each of its calls anywhere is that of the model."""
+    extraction = fresh(name)
+    step = copy.deepcopy(extraction.step)
+    with fake_cuda(2, seed=seed):
+        devices = random_devices(extraction, [CPU, FIRST, OTHER], seed)
+        order = random_order(extraction, seed) if seed % 2 else ()
+        placed = PlacedModule(extraction, devices, order, overlap=overlap)
+        assert placed.transfers > 0
+        assert ("sending(" in placed.source) == overlap
+        assert_trains_alike(step, placed, steps=2, tolerance=1e-5)
+
+
+def measured_while_idle(overlap: bool, seed: int) -> None:
+    """The executor reads the clock only while no device works."""
+    extraction = fresh("conv_net")
+    calls = call_graph(extraction)
+    ticks = itertools.count()
+    with fake_cuda(2, seed=seed) as machine, pytest.MonkeyPatch.context() as patch:
+
+        def idle_clock() -> float:
+            assert not any(stream.pending for stream in machine.queues.streams)
+            return float(next(ticks))
+
+        patch.setattr(executor, "time", SimpleNamespace(perf_counter=idle_clock))
+        problem = equal_costs(calls.graph)
+        placed = executor.TorchExecutor(extraction, calls, problem, overlap=overlap)
+        with Measured(placed, rounds=1, warm_up=0) as backend:
+            placements = [everywhere(problem, 0), alternating(problem)]
+            found = measurements(backend.evaluate(placements))
+        assert [one.failure for one in found] == ["", ""]
+        assert next(ticks) > 0
+
+
+def input_arrives(pinned: bool, seed: int) -> None:
+    """Inputs of a placed step may be anywhere, and in page-locked memory."""
+    extraction = fresh("attention")
+    step = copy.deepcopy(extraction.step)
+    expected = forward(step).detach()
+    with fake_cuda(2, seed=seed):
+        for devices in ([CPU, FIRST], [FIRST, OTHER]):
+            placed = PlacedModule(extraction, random_devices(extraction, devices, seed))
+            inputs = [
+                tensor.pin_memory() if pinned else (tensor * 2).to(FIRST) / 2
+                for tensor in step.inputs
+            ]
+            assert_equal(placed(*inputs), expected)
+            for tensor in inputs:
+                tensor.zero_()
+
+
+SCENARIOS: Final[dict[str, Callable[[int], None]]] = {
+    **{
+        f"{work.__name__} {way}": partial(work, way)
+        for work in (sent_without_gradient, sent_twice, sent_with_gradient, leaves_compute_alone)
+        for way in WAYS
+    },
+    **{f"input pinned {pinned}": partial(input_arrives, pinned) for pinned in (False, True)},
+    **{
+        f"measured{' overlap' * overlap}": partial(measured_while_idle, overlap)
+        for overlap in (True, False)
+    },
+    **{
+        f"placed {name}{' overlap' * overlap}": partial(placed_at_random, name, overlap)
+        for name in MODELS
+        for overlap in (True, False)
+    },
+}
