@@ -22,8 +22,7 @@ from graphs.synthetic.shapes import layered
 from tests.helpers.clusters import CLUSTER
 from tests.helpers.folders import ROOT
 from tests.helpers.second_devices import (  # before the first backward pass of any test
-    DEVICES,
-    FAKES,
+    FAKE,
     REAL,
     VDEV,
     opened_device,
@@ -127,14 +126,14 @@ def second_device(
         yield
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=[VDEV, FAKE])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    with opened_device(request.param) as found:
+    with opened_device(request.param, request.node.name) as found:
         yield found
 
 
-@pytest.fixture(params=[REAL, *FAKES])
+@pytest.fixture(params=[REAL, FAKE])
 def cuda(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Provide a CUDA device: a real one, and a fake one whose streams run in several orders."""
-    with opened_device(request.param) as found:
+    """Provide a CUDA device: a real one, or a fake one."""
+    with opened_device(request.param, request.node.name) as found:
         yield found

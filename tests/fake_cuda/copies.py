@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tests.fake_cuda.streams import Stream
-from tests.fake_cuda.tensors import CPU, CudaTensor
+from tests.fake_cuda.tensors import CudaTensor
 
 
 class Copier:
@@ -87,7 +87,3 @@ class Moved(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.move(gradient, ctx.source, non_blocking=False), None, None
-
-
-def is_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device == device or (device == CPU and not isinstance(tensor, CudaTensor))

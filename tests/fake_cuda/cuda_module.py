@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
 
 from envs.executors.torch import streams as product_streams
-from tests.fake_cuda.streams import Event, Stream
+from tests.fake_cuda import streams
+from tests.fake_cuda.streams import Event
 
 if TYPE_CHECKING:
     from tests.fake_cuda.machine import Machine
+
+
+CLASSES: Final = ("Event", "Stream", "device")
 
 
 class CudaModule:
@@ -61,24 +65,24 @@ class CudaModule:
 
     # --- streams
 
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802  # torch's
+    def Stream(self, device: Any = None, priority: int = 0) -> streams.Stream:  # noqa: N802  # torch's
         return self._machine.queues.new_stream(self._machine.device(device))
 
     def Event(self, enable_timing: bool = False, **_: Any) -> TimedEvent:  # noqa: N802  # torch's
         return TimedEvent(self._machine)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> streams.Stream:
         return self._machine.stream_of(self._machine.device(device))
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> streams.Stream:
         return self._machine.default[self._machine.device(device).index]
 
-    def set_stream(self, stream: Stream) -> None:
+    def set_stream(self, stream: streams.Stream) -> None:
         self._machine.index = stream.device.index
         self._machine.current[stream.device.index] = stream
 
     @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: streams.Stream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
@@ -150,13 +154,13 @@ class TimedEvent(Event):
         super().__init__()
         self._machine = machine
 
-    def _current(self) -> Stream:
+    def _current(self) -> streams.Stream:
         return self._machine.current[self._machine.index]
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: streams.Stream | None = None) -> None:
         super().record(stream or self._current())
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: streams.Stream | None = None) -> None:
         super().wait(stream or self._current())
 
     def elapsed_time(self, end: TimedEvent) -> float:
@@ -165,12 +169,23 @@ class TimedEvent(Event):
         return 1.0
 
 
+def _as_class(name: str, make: Callable[..., Any]) -> type:
+    """Return a class whose instances a function makes; others use it in annotations."""
+
+    def new(cls: type, *arguments: Any, **named: Any) -> Any:
+        return make(*arguments, **named)
+
+    return type(name, (), {"__new__": new})
+
+
 def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     """Replace the functions of ``torch.cuda``."""
     module = CudaModule(machine)
     for name in dir(module):
         if not name.startswith("_"):
-            patch.setattr(torch.cuda, name, getattr(module, name))
+            made = getattr(module, name)
+            patch.setattr(torch.cuda, name, _as_class(name, made) if name in CLASSES else made)
+    patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
     for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
         if hasattr(torch._C, name):  # torch was built with CUDA
             patch.setattr(torch._C, name, lambda: None)

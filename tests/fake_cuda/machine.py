@@ -144,7 +144,8 @@ class Machine:
     def _copy_(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         known = [t.device for t in (to, source) if isinstance(t, CudaTensor) and t.is_cuda]
         if not known:
-            return self._anywhere(Call(torch.ops.aten.copy_.default, (to, source), {}))
+            self._anywhere(Call(torch.ops.aten.copy_.default, (to, source), {}))
+            return to
         settle((to, source), lambda place: self._settle(place, known[0]))
         self._copier.copy(to, source, non_blocking=non_blocking)
         return to
@@ -163,7 +164,7 @@ class Machine:
         with plainly():
             room = torch.empty_like(like)
             if device == CPU:
-                room.untyped_storage().fill_(GARBAGE) if room.numel() else None
+                bytes_of(room).fill_(GARBAGE)
         to: Tensor = room if device == CPU else CudaTensor(room, self._place(room, device))
         if device == CPU and non_blocking:
             self.pin(room)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -118,9 +119,8 @@ class Allocator:
         waiting, self._waiting = self._waiting, []
         for kept in waiting:
             if all(mark.is_done for mark in kept.marks):
-                memory = kept.memory
-                self._free[kept.stream].append(memory)
-                self._queues.issue(kept.stream, lambda memory=memory: memory.fill_(GARBAGE))
+                self._free[kept.stream].append(kept.memory)
+                self._queues.issue(kept.stream, partial(kept.memory.fill_, GARBAGE))
             else:
                 self._waiting.append(kept)
 

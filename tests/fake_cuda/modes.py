@@ -37,6 +37,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, CudaTensor) for tensor in tensors):
             return self.machine.run(func, args, kwargs)
+        named = kwargs.get("device")
+        if named is not None and named.type == "cuda":  # in a function of Python that torch has
+            made = func(*args, **{**kwargs, "device": CPU})
+            return self.machine.moved(made, self.machine.device(named))
         made = func(*args, **kwargs)
         if tensors or type(made) is not Tensor:
             return made
@@ -47,7 +51,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return made
 
 
-class FunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]  # as above
+class FunctionMode(TorchFunctionMode):
     """Handles calls from Python; ``inside`` is the device of the tensors of the current one."""
 
     inside: torch.device | None = None

@@ -59,7 +59,8 @@ class CudaTensor(Tensor):
     def __init__(self, expected: Tensor, place: Place) -> None:
         pass
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch declares it as a method
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # an attribute of torch's
@@ -203,7 +204,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_plain(leaf: Any) -> bool:

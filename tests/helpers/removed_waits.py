@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ CALLS: Final = frozenset(
     }
 )
 """Names of functions and methods; of contexts only those of a stream count."""
+GUARDS: Final = ("_may_overlap", "_is_stable")
+"""Functions that say whether a copy needs no wait: they always do."""
 MARKS: Final = ("torch.cuda", "non_blocking", "torch_devices.synchronize")
 """A module without any of these has nothing to do with streams."""
 
@@ -61,10 +63,13 @@ def sites() -> list[Site]:
 
 
 def _site(path: str, node: Any) -> Site:
-    return Site(path, node.lineno, node.col_offset, ast.unparse(node))
+    text = node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node)
+    return Site(path, node.lineno, node.col_offset, text)
 
 
 def _counts(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name in GUARDS
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         return name in CALLS and (name != "enter_context" or "stream(" in ast.unparse(node))
@@ -85,6 +90,9 @@ class _Removal(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _without(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.FunctionDef):
+            node.body = [ast.Return(ast.Constant(True))]
+            return node
         if isinstance(node, ast.keyword):
             return ast.keyword("non_blocking", ast.Constant(True))
         if isinstance(node, ast.IfExp):
@@ -104,7 +112,7 @@ def without(site: Site) -> Iterator[None]:
     assert removal.count == 1, f"{site} is there {removal.count} times"
     file = module.__file__ or ""
     changed = dict(_codes(compile(tree, file, "exec")))
-    functions = list(_functions(vars(module), module.__name__))
+    functions = [f for f in _functions(vars(module)) if f.__code__.co_filename == file]
     before = [function.__code__ for function in functions]
     try:
         for function in functions:
@@ -123,15 +131,15 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
             yield from _codes(constant)
 
 
-def _functions(names: Any, module: str) -> Iterator[FunctionType]:
-    """Yield the functions that a module defines, those of its classes and under decorators too."""
+def _functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
+    """Yield functions of a module or class, those of its classes and under decorators too."""
     for value in list(names.values()):
-        inner = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value) or value))
-        if isinstance(inner, FunctionType) and inner.__module__ == module:
-            if "<locals>" not in inner.__qualname__ and "<lambda>" not in inner.__qualname__:
-                yield inner
-        elif isinstance(value, type) and value.__module__ == module:
-            yield from _functions(vars(value), module)
+        held = getattr(value, "__func__", getattr(value, "fget", value))
+        inner = inspect.unwrap(held) if callable(held) else held
+        if isinstance(inner, FunctionType):
+            yield inner
+        elif isinstance(value, type) and value.__module__ == names.get("__name__"):
+            yield from _functions({**vars(value), "__name__": value.__module__})
 
 
 def killers(site: Site, scenarios: Sequence[tuple[str, Any, int]]) -> str:

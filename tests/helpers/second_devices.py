@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -19,13 +20,19 @@ CUDA: Final = torch.device("cuda", 0)
 VDEV: Final = "vdev"
 HAS_CUDA: Final = torch.cuda.is_available()
 """Whether there is a real one; ``torch.cuda`` itself may be fake at times."""
-FAKES: Final = [pytest.param(f"fake cuda {seed}", id=f"fake{seed}") for seed in range(3)]
+ORDERS: Final = 6
+"""Orders of the streams of fake CUDA, by seed."""
+FAKE: Final = "fake cuda"
+FAKES: Final = [pytest.param(f"{FAKE} {seed}", id=f"fake{seed}") for seed in range(3)]
 DEVICES: Final = [VDEV, *FAKES]
 
 
 @contextmanager
-def opened_device(kind: str) -> Iterator[torch.device]:
-    """Yield a second device: "vdev", "cuda", or "fake cuda <seed of the order>"."""
+def opened_device(kind: str, test: str = "") -> Iterator[torch.device]:
+    """Yield a second device: "vdev", "cuda", or "fake cuda", maybe with the seed of the order.
+
+    Without one it is that of the test's name, so that tests run in all orders.
+    """
     if kind == VDEV:
         if HAS_CUDA:
             pytest.skip("vdev would take CUDA's place")
@@ -34,7 +41,8 @@ def opened_device(kind: str) -> Iterator[torch.device]:
     elif kind == "cuda":
         yield CUDA
     else:
-        with fake_cuda(seed=int(kind.rpartition(" ")[2])):
+        seed = kind.removeprefix(FAKE) or zlib.crc32(test.encode()) % ORDERS
+        with fake_cuda(seed=int(seed)):
             yield CUDA
 
 

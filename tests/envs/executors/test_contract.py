@@ -7,9 +7,8 @@ latter on a device that computes at once, and on fake CUDA, where streams run in
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from tests.helpers import tiny_models
 from tests.helpers.extracted_steps import DOUBLE, STEPS, made
 from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores, worker_ids
 from tests.helpers.processes import all_end
-from tests.helpers.second_devices import VDEV, opened_device, second
+from tests.helpers.second_devices import FAKE, VDEV, opened_device, second
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import (
     assert_close,
@@ -65,8 +64,6 @@ WITH_CALLS = pytest.mark.parametrize("executor", [*EXECUTORS[:2], *QUEUED[:2]])
 WITH_OPTIMIZER = pytest.mark.parametrize(
     "executor", [*EXECUTORS[:2], *EXECUTORS[3:], *QUEUED[:2], *QUEUED[3:]]
 )
-ORDERS: Final = 6
-"""Orders of streams: each test of fake CUDA runs in one of them."""
 QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
@@ -83,7 +80,6 @@ TRAINING: Final = [*(name for name in STEPS if name not in tiny_models.INFERENCE
 def place(executor: str, request: pytest.FixtureRequest) -> Iterator[Place]:
     """Yield a function that places a copy of a step at random; the models end with the test."""
     made_here: list[Placed] = []
-    order = zlib.crc32(request.node.name.encode()) % ORDERS
 
     def placed(step: Workload, seed: int = 0) -> Placed:
         step = copy.deepcopy(step)
@@ -103,15 +99,15 @@ def place(executor: str, request: pytest.FixtureRequest) -> Iterator[Place]:
         return made_here[-1]
 
     if executor in ON_CPU:
-        yield placed
+        device: AbstractContextManager[object] = nullcontext()
     else:
-        is_queued = executor.startswith("queued")
-        with opened_device(f"fake cuda {order}" if is_queued else VDEV):
-            yield placed
-    for one in made_here:
-        if not isinstance(one, PlacedModule):
-            with suppress(ValueError):  # weights that are tied no longer
-                one.close()
+        device = opened_device(FAKE if executor.startswith("queued") else VDEV, request.node.name)
+    with device:
+        yield placed
+        for one in made_here:
+            if not isinstance(one, PlacedModule):
+                with suppress(ValueError):  # weights that are tied no longer
+                    one.close()
 
 
 def step_named(name: str) -> Workload:

@@ -17,8 +17,10 @@ from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
 from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.in_turn import LARGE
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import CUDA as GPU
+from tests.helpers.second_devices import FAKE, on_gpus
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_trains_alike, torch_optimizer, with_optimizer
 
@@ -37,6 +39,20 @@ OTHERS = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight", "nmt"),
     *("weighted_loss", "resnet", "inception", "rnnlm", "separate_moe", "dlrm"),
 )
+
+
+MODELS = pytest.mark.parametrize(
+    ("cuda", "name"),
+    [
+        *(on_gpus(1, "cuda", name) for name in (*OTHERS, *TRANSFORMERS)),
+        *(
+            pytest.param(FAKE, name, marks=[pytest.mark.slow] * (name in LARGE or name == "gpt2"))
+            for name in (*OTHERS, *TRANSFORMERS)
+        ),
+    ],
+    indirect=["cuda"],
+)
+"""All models on a GPU; on a fake one the large ones are slow tests."""
 
 
 def extracted(name: str) -> Extraction:
@@ -64,7 +80,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
+@MODELS
 def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, overlap: bool) -> None:
     extraction = extracted(name)
     plain = copy.deepcopy(extraction.step)
@@ -78,7 +94,7 @@ def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, over
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
+@MODELS
 def test_training_on_the_gpu_alone_sends_nothing_but_inputs(name: str) -> None:
     extraction = extracted(name)
     plain = copy.deepcopy(extraction.step)
