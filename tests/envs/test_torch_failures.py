@@ -102,8 +102,11 @@ def test_an_index_out_of_range_on_a_gpu_ends_measuring_with_a_sentence() -> None
 # --- memory
 
 
-@ON_FAKE_CUDA
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("second_device", "overlap"),
+    [("fake cuda 0", False), ("fake cuda 1", True)],
+    indirect=["second_device"],
+)
 def test_a_placement_over_the_limit_of_a_device_fails_and_the_others_go_on(overlap: bool) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     step = Workload.of(model, (torch.randn(8, 256), torch.randn(8, 256)), nn.MSELoss())

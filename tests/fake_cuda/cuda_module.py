@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -148,17 +149,22 @@ class CudaModule:
 
 
 class TimedEvent(Event):
-    """An event that is recorded on the current stream if none is given; times are made up."""
+    """An event that is recorded on the current stream if none is given.
+
+    Its time is that at which the host recorded it: how long work takes means nothing here.
+    """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self._machine = machine
+        self._recorded_s = 0.0
 
     def _current(self) -> streams.Stream:
         return self._machine.current[self._machine.index]
 
     def record(self, stream: streams.Stream | None = None) -> None:
         super().record(stream or self._current())
+        self._recorded_s = time.perf_counter()
 
     def wait(self, stream: streams.Stream | None = None) -> None:
         super().wait(stream or self._current())
@@ -166,7 +172,7 @@ class TimedEvent(Event):
     def elapsed_time(self, end: TimedEvent) -> float:
         assert self.query(), "the event has not happened"
         assert end.query(), "the event has not happened"
-        return 1.0
+        return (end._recorded_s - self._recorded_s) * 1e3
 
 
 def _as_class(name: str, make: Callable[..., Any]) -> type:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
@@ -143,6 +144,33 @@ def leaves_compute_alone(way: str, seed: int) -> None:
 # --- whole steps
 
 
+def on_a_stream_of_the_caller(overlap: bool, seed: int) -> None:
+    """A caller may compute on streams of its own."""
+    extraction = fresh("attention")
+    step = copy.deepcopy(extraction.step)
+    with fake_cuda(2, seed=seed), ExitStack() as current:
+        devices = random_devices(extraction, [CPU, FIRST, OTHER], seed)
+        placed = PlacedModule(extraction, devices, overlap=overlap)
+        for device in (FIRST, OTHER):
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
+            stream.wait_stream(torch.cuda.current_stream(device))
+            current.enter_context(torch.cuda.stream(stream))
+        assert_trains_alike(step, placed, steps=2, tolerance=1e-5)
+
+
+def weights_in_pinned_memory(overlap: bool, seed: int) -> None:
+    """An optimizer on the host writes weights that were sent from where they are."""
+    extraction = fresh("conv_net")
+    step = copy.deepcopy(extraction.step)
+    with fake_cuda(2, seed=seed):
+        for parameter in extraction.step.model.parameters():
+            parameter.data = parameter.detach().pin_memory()
+        devices = random_devices(extraction, [CPU, FIRST], 1)
+        placed = PlacedModule(extraction, devices, overlap=overlap)
+        assert any(parameter.is_pinned() for parameter in placed.parameters())
+        assert_trains_alike(step, placed, steps=2, tolerance=1e-5)
+
+
 def placed_at_random(name: str, overlap: bool, seed: int) -> None:
     """Training of a model with each of its calls anywhere is that of the model."""
     extraction = fresh(name)
@@ -258,7 +286,12 @@ SCENARIOS: Final[dict[str, Callable[[int], None]]] = {
     **{f"input pinned {pinned}": partial(input_arrives, pinned) for pinned in (False, True)},
     **{
         f"{work.__name__}{' overlap' * overlap}": partial(work, overlap)
-        for work in (written_in_place, weights_written_after)
+        for work in (
+            written_in_place,
+            weights_written_after,
+            on_a_stream_of_the_caller,
+            weights_in_pinned_memory,
+        )
         for overlap in (True, False)
     },
     **{

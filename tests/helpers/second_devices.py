@@ -42,7 +42,7 @@ def opened_device(kind: str, test: str = "") -> Iterator[torch.device]:
         yield CUDA
     else:
         seed = kind.removeprefix(FAKE) or zlib.crc32(test.encode()) % ORDERS
-        with fake_cuda(seed=int(seed)):
+        with fake_cuda(2, seed=int(seed)):
             yield CUDA
 
 

@@ -68,6 +68,7 @@ QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
 }
+QUICK_QUEUED: Final = {"conv_net", "tied_weights", "norm_twice", "views", "dlrm"}
 NOT_ON_CORES: Final = {
     *("inception", "rnnlm", "nasnet", "bert", "distilbert", "gpt2", "t5"),
 }
@@ -129,9 +130,13 @@ def trained() -> list[Any]:
             *executor.values,
             name,
             seed,
-            marks=(*executor.marks, *(() if name in QUICK and not seed else [pytest.mark.slow])),
+            marks=(
+                *executor.marks,
+                *(() if name in quick and not seed else [pytest.mark.slow]),
+            ),
         )
-        for executor in [*EXECUTORS, *QUEUED]
+        for executors, quick in ((EXECUTORS, QUICK), (QUEUED, QUICK_QUEUED))
+        for executor in executors
         for name in TRAINING
         for seed in range(2)
         if executor is not EXECUTORS[0] or name not in NOT_ON_CORES

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.streams import arrived, sending, staged
 from graphs.extract import Workload, extract
+from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models
 from tests.helpers.placed_steps import random_devices, random_order
-from tests.helpers.second_devices import DEVICES, second
+from tests.helpers.second_devices import DEVICES, FAKE, on_gpus, second
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import assert_trains_alike
 
@@ -152,16 +153,24 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    ("cuda", "dense"),
+    [
+        case
+        for dense in (True, False)
+        for case in (on_gpus(2, "cuda", dense), *((f"{FAKE} {seed}", dense) for seed in range(6)))
+    ],
+    indirect=["cuda"],
+)
+@pytest.mark.usefixtures("cuda")
 def test_what_one_gpu_sends_arrives_whole_at_another_and_its_gradient_back(dense: bool) -> None:
     first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    size = 64 if is_fake() else 2048
     for _ in range(5):
-        near = torch.randn(2048, 2048, device=first, requires_grad=True)
+        near = torch.randn(size, size, device=first, requires_grad=True)
         made = near * 2 if dense else (near * 2)[::2, ::3]
         sent = sending(made, other)
-        torch.mm(torch.ones(2048, 2048, device=other), torch.ones(2048, 2048, device=other))
+        torch.mm(torch.ones(size, size, device=other), torch.ones(size, size, device=other))
         there = arrived(sent)
         assert there.device == other
         assert torch.equal(there.cpu(), made.cpu())

@@ -20,7 +20,7 @@ from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.in_turn import LARGE
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import CUDA as GPU
-from tests.helpers.second_devices import FAKE, on_gpus
+from tests.helpers.second_devices import FAKE, REAL, on_gpus
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_trains_alike, torch_optimizer, with_optimizer
 
@@ -123,6 +123,7 @@ def test_inputs_in_pinned_memory_arrive() -> None:
     assert torch.equal(placed(*pinned), expected)
 
 
+@pytest.mark.parametrize("cuda", [REAL], indirect=True)
 def test_autocast_within_the_model_is_that_of_the_device() -> None:
     def halved(m: Any, x: torch.Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -151,7 +152,13 @@ def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"), [("conv_net", "fp32", 1e-4), ("attention", "bf16", 0.02)]
+    ("cuda", "name", "dtype", "tolerance"),
+    [
+        on_gpus(1, "cuda", "conv_net", "fp32", 1e-4),
+        on_gpus(1, "cuda", "attention", "bf16", 0.02),
+        (FAKE, "conv_net", "fp32", 1e-6),
+    ],
+    indirect=["cuda"],
 )
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_steps_with_an_optimizer_leave_what_torchs_own_leaves(
