@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tests.helpers.folders import ROOT
 
-FOLDERS: Final = ("envs/executors/torch", "envs/torch_runtime")
+FOLDERS: Final = ("envs/executors", "envs/torch_runtime", "placer/parallel")
 CALLS: Final = frozenset(
     {
         *("wait_event", "wait_stream", "record_event", "record_stream", "synchronize"),
@@ -29,7 +29,7 @@ CALLS: Final = frozenset(
 """Names of functions and methods; of contexts only those of a stream count."""
 GUARDS: Final = ("_may_overlap", "_is_stable")
 """Functions that say whether a copy needs no wait: they always do."""
-MARKS: Final = ("torch.cuda", "non_blocking", "torch_devices.synchronize")
+MARKS: Final = ("stream(", "Stream(", "non_blocking", "torch_devices.synchronize")
 """A module without any of these has nothing to do with streams."""
 
 
@@ -51,10 +51,10 @@ class Site:
 
 
 def sites() -> list[Site]:
-    """Return all sites of the product's code on torch devices, in the order of the source."""
+    """Return all sites of the product's code that runs placements, in the order of the source."""
     found = []
     for folder in FOLDERS:
-        for path in sorted((ROOT / folder).glob("*.py")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text()
             if any(mark in text for mark in MARKS):
                 name = str(path.relative_to(ROOT))
