@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.fake_cuda.memory import Block
+from tests.helpers.vdev import ON_CPU
 
 CPU: Final = torch.device("cpu")
 TAKES_INDICES: Final = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -127,6 +128,7 @@ class Call:
 
     def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self.func = func
+        self.kernel = ON_CPU.get(func, func)  # some that CUDA has, the CPU lacks
         self.args = args
         self.kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory"}}
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -146,7 +148,7 @@ class Call:
             return values(leaf) if isinstance(leaf, CudaTensor) else leaf
 
         with torch.no_grad():
-            return self.func(*tree_map(valued, self.args), **tree_map(valued, self.kwargs))
+            return self.kernel(*tree_map(valued, self.args), **tree_map(valued, self.kwargs))
 
     def expect(self, new_place: Callable[[Tensor], Place]) -> tuple[Any, list[CudaTensor]]:
         """Return the results, without values yet, and those of them that are not views.
@@ -182,14 +184,14 @@ class Call:
                 return leaf.elements
             return leaf.clone() if isinstance(leaf, Tensor) else leaf  # as the host has it now
 
-        func = self.func  # not self, which keeps the tensors from being freed
+        kernel = self.kernel  # not self, which keeps the tensors from being freed
         args, kwargs = tree_map(held, self.args), tree_map(held, self.kwargs)
         targets = [tensor.elements for tensor in made]
         storages = {storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
 
         def work() -> None:
             with _random_numbers(random_state):
-                results = func(*args, **kwargs)
+                results = kernel(*args, **kwargs)
             new = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
             new = [t for t in new if storage_of(t) not in storages]
             for target, result in zip(targets, new, strict=True):

@@ -140,6 +140,7 @@ def trained() -> list[Any]:
         for name in TRAINING
         for seed in range(2)
         if executor is not EXECUTORS[0] or name not in NOT_ON_CORES
+        if executor not in QUEUED or name not in DOUBLE  # the largest models
     ]
 
 
