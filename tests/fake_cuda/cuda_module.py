@@ -62,7 +62,18 @@ class CudaModule:
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         found = self._machine.device(device)
         total = self._machine.allocator(found).total_bytes
-        return SimpleNamespace(name="fake", total_memory=total, uuid=f"fake {found.index}")
+        major, minor = self.get_device_capability(found)
+        return SimpleNamespace(
+            name="fake",
+            total_memory=total,
+            uuid=f"fake {found.index}",
+            major=major,
+            minor=minor,
+        )
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        self._machine.device(device)
+        return 7, 0  # too old for kernels that the CPU lacks
 
     # --- streams
 
