@@ -21,7 +21,12 @@ from graphs.graph_file import save_graph
 from graphs.synthetic.shapes import layered
 from tests.helpers.clusters import CLUSTER
 from tests.helpers.folders import ROOT
-from tests.helpers.vdev import vdev  # before the first backward pass of any test
+from tests.helpers.second_devices import (  # before the first backward pass of any test
+    FAKE,
+    REAL,
+    VDEV,
+    opened_device,
+)
 
 # A shell makes its background jobs ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -119,7 +124,10 @@ def files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
-    """Provide a fake second torch device and a quick calibration that is kept for one test."""
+    """Provide a second torch device and a quick calibration that is kept for one test.
+
+    It is vdev, for tests marked ``gpu`` a GPU, or what a test gives with ``indirect=True``.
+    """
     from envs.costs import torch_speeds
     from envs.torch_runtime import executor
 
@@ -127,16 +135,19 @@ def second_device(
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
     monkeypatch.setattr(executor, "TURN_S", 0.0)
-    if torch.cuda.is_available():
-        if request.node.get_closest_marker("gpu") is None:
-            pytest.skip("vdev would take CUDA's place")
-        yield
-        return
-    with vdev():
+    is_real = request.node.get_closest_marker("gpu") is not None
+    with opened_device(getattr(request, "param", "cuda" if is_real else VDEV)):
         yield
 
 
-@pytest.fixture
-def device() -> Iterator[torch.device]:
-    with vdev() as found:
+@pytest.fixture(params=[VDEV, FAKE])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    with opened_device(request.param, request.node.name) as found:
+        yield found
+
+
+@pytest.fixture(params=[REAL, FAKE])
+def cuda(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Provide a CUDA device: a real one, or a fake one."""
+    with opened_device(request.param, request.node.name) as found:
         yield found

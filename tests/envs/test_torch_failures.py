@@ -1,4 +1,4 @@
-"""Errors after which torch devices are unusable for the process, on a fake second one."""
+"""Errors after which torch devices are unusable for the process, on fake second ones."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from envs.backend import measurements
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware import torch_devices
-from envs.measured import DevicesLostError
+from envs.measured import DevicesLostError, Measured
+from envs.torch_runtime import TorchExecutor
 from envs.torch_runtime import executor as executor_module
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import placeable
 from tests.helpers import tiny_models
-from tests.helpers.on_torch_devices import everywhere, opened
+from tests.helpers.clusters import equal_costs
+from tests.helpers.on_torch_devices import alternating, everywhere, opened
+from tests.helpers.second_devices import FAKES
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
+ON_FAKE_CUDA = pytest.mark.parametrize("second_device", FAKES, indirect=True)
 
 
 def breaks_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +80,58 @@ def test_new_runs_on_unusable_devices_end_with_a_sentence(
     monkeypatch.setattr(torch_devices, "limited", fails)
     with pytest.raises(DevicesLostError, match="unusable for this process: CUDA error: device"):
         opened(tiny_models.conv_net())
+
+
+@ON_FAKE_CUDA
+def test_an_index_out_of_range_on_a_gpu_ends_measuring_with_a_sentence() -> None:
+    step = tiny_models.tied_weights()
+    tokens, target = step.inputs
+    random = torch.get_rng_state()
+    with opened(Workload.of(step.model, (tokens, target), step.loss)) as backend:
+        executor = backend.executor
+        assert isinstance(executor, TorchExecutor)
+        there = everywhere(backend.problem, 0)
+        assert measurements(backend.evaluate([there]))[0].ok
+        executor._extraction.step.inputs[0].add_(10_000)  # no longer in the table
+        first, second = measurements(backend.evaluate([there, everywhere(backend.problem, 1)]))
+        assert first.failure.startswith("torch cannot run it: CUDA error: device-side assert")
+        assert second.failure.startswith(f"{executor_module.UNUSABLE}: CUDA error: device-side")
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("second_device", "overlap"),
+    [("fake cuda 0", False), ("fake cuda 1", True)],
+    indirect=["second_device"],
+)
+def test_a_placement_over_the_limit_of_a_device_fails_and_the_others_go_on(overlap: bool) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    step = Workload.of(model, (torch.randn(8, 256), torch.randn(8, 256)), nn.MSELoss())
+    needed = sum(2 * p.nbytes for p in model.parameters())  # with gradients
+    extraction = extract(step)
+    calls = placeable(extraction)
+    problem = equal_costs(calls.graph)
+    for share, expected in ((0.9, False), (1.5, True)):
+        executor = TorchExecutor(
+            extraction,
+            calls,
+            problem,
+            limits={"cuda:0": int(share * needed)},
+            overlap=overlap,
+        )
+        with Measured(executor, rounds=2, warm_up=0) as backend:
+            before = torch.cuda.get_per_process_memory_fraction(0)
+            placements = [everywhere(problem, 0), alternating(problem), everywhere(problem, 1)]
+            whole, _, fine = measurements(backend.evaluate(placements))
+            assert before < 1
+        assert whole.ok is expected
+        assert whole.overfull is not expected
+        assert fine.ok, fine.failure
+        assert fine.peak_memory_bytes["cuda:0"] < needed / 10
+        if expected:
+            assert needed <= whole.peak_memory_bytes["cuda:0"] <= 1.5 * needed
+        assert torch.cuda.get_per_process_memory_fraction(0) == 1.0
+        assert torch.cuda.memory_allocated(0) == 0

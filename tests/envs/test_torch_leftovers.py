@@ -21,10 +21,14 @@ from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph
 from graphs.optimizer import Optimizer
 from tests.helpers.clusters import equal_costs
+from tests.helpers.second_devices import DEVICES, second
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("second_device")
-CPU, VDEV = torch.device("cpu"), torch.device("vdev", 0)
+pytestmark = [
+    pytest.mark.usefixtures("second_device"),
+    pytest.mark.parametrize("second_device", DEVICES[:3], indirect=True),
+]
+CPU = torch.device("cpu")
 
 
 class Table(nn.Module):
@@ -51,7 +55,7 @@ def everywhere(workload: Workload) -> tuple[TorchExecutor, list[Placement]]:
         Placement.of(
             problem.graph, problem.cluster, np.full(problem.op_count, names.index(name)), order
         )
-        for name in ("cpu", "vdev:0")
+        for name in ("cpu", str(second()))
     ]
     return TorchExecutor(extraction, calls, problem), placements
 
@@ -86,7 +90,7 @@ def test_updates_by_gradients_that_are_not_finite_do_not_reach_the_next_placemen
 def test_constants_are_only_on_devices_in_use() -> None:
     executor, (on_cpu, there) = everywhere(Workload.of(Table(), (torch.randn(3, 4),)))
     with Measured(executor, rounds=1, warm_up=0) as backend:
-        for placement, device in ((there, VDEV), (on_cpu, CPU)):
+        for placement, device in ((there, second()), (on_cpu, CPU)):
             assert measurements(backend.evaluate([placement]))[0].ok
             assert isinstance(executor._placed, PlacedModule)
             assert executor._placed._constants.keys() == {device}

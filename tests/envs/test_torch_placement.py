@@ -22,10 +22,12 @@ from envs.measured import Measured
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.runtime import runtime_for
+from envs.torch_runtime import runtime
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.cli.main import main
 from tests.helpers.clusters import MEMORY, pair
+from tests.helpers.second_devices import DEVICES, second
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
@@ -87,25 +89,30 @@ def assert_runs_alike(
         torch.testing.assert_close(here.grad.cpu(), there.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second_device", DEVICES[:2], indirect=True)
+def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "LIBRARY_BYTES", 0)  # fake CUDA has no libraries
+    there = str(second())
     model, tokens = build()
     alone = copy.deepcopy(model)
     found = placer.optimize(
         model,
         tokens,
-        devices="vdev:0,cpu",
+        devices=f"{there},cpu",
         constraints=placer.Constraints(
-            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0"}
+            memory={there: "100kB", "cpu": 1 << 30}, pins={"left": there}
         ),
         budget="300e",
         progress=False,
     )
     assert found.best.measurement is not None
     assert found.placement.measured is not None
-    assert found.devices_of("left").keys() == {"vdev:0"}
+    assert found.devices_of("left").keys() == {there}
     assert found.device_of("table") == "cpu"  # 256 kB
-    single = next(row for row in found.candidates if row.name == "single vdev:0")
-    assert single.why.startswith("vdev:0 needs") or not single.is_single
+    single = next(row for row in found.candidates if row.name == f"single {there}")
+    assert single.why.startswith(f"{there} needs") or not single.is_single
     found.save(tmp_path / "placement.json")
 
     loss = alone(tokens)
@@ -117,7 +124,7 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
             assert_runs_alike(placed, alone, (tokens,), loss.detach())
         assert TRANSFERS
         assert placed.state_dict().keys() == alone.state_dict().keys()
-    assert next(model.left.parameters()).device.type == "vdev"
+    assert next(model.left.parameters()).device == second()
 
 
 @pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])

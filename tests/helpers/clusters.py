@@ -12,6 +12,7 @@ from envs.hardware.discover import discover
 from envs.problem import Problem
 from graphs.costs import with_costs
 from graphs.graph import GraphArrays
+from tests.helpers.second_devices import second
 
 
 def nodes(
@@ -54,7 +55,9 @@ MEMORY = {"vdev:0": 1 << 30, "cpu": 1 << 30}
 
 
 def pair(memory: dict[str, int] | None = None) -> Cluster:
-    return discover("vdev:0,cpu", memory or MEMORY)
+    """Return the second device of the test and the CPU, with 1 GiB each."""
+    names = (str(second()), "cpu")
+    return discover(",".join(names), memory or dict.fromkeys(names, 1 << 30))
 
 
 def linked() -> Cluster:

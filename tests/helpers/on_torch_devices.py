@@ -1,4 +1,4 @@
-"""Placements on one of two torch devices, and a backend that runs them."""
+"""Placements on two torch devices, and a backend that runs them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def everywhere(problem: Problem, device: int, *, unplaced: bool = False) -> Plac
     devices = np.full(problem.op_count, device)
     placed = Placement.of(problem.graph, problem.cluster, devices, order)
     return replace(placed, unplaced=unplaced)
+
+
+def alternating(problem: Problem) -> Placement:
+    """Return the placement of groups on both devices in turn, and of all else on the first."""
+    group = problem.graph.group
+    order = -np.arange(problem.op_count, dtype=float)
+    devices = np.where(group >= 0, group % 2, 0)
+    return Placement.of(problem.graph, problem.cluster, devices, order)
 
 
 def opened(

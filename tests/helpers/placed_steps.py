@@ -40,11 +40,16 @@ def on_cores(extraction: Extraction, seed: int = 0, cluster: Cluster | None = No
 
 
 def by_calls(
-    extraction: Extraction, devices: Sequence[torch.device | str], seed: int = 0
+    extraction: Extraction,
+    devices: Sequence[torch.device | str],
+    seed: int = 0,
+    *,
+    overlap: bool = False,
 ) -> PlacedModule:
     """Place calls at random on torch devices; with an odd seed in random order."""
     order = random_order(extraction, seed) if seed % 2 else ()
-    return PlacedModule(extraction, random_devices(extraction, devices, seed), order)
+    where = random_devices(extraction, devices, seed)
+    return PlacedModule(extraction, where, order, overlap=overlap)
 
 
 def by_modules(

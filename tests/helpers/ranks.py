@@ -29,6 +29,9 @@ PRELOADED = [
 ]
 """Modules that ranks would otherwise import one by one, some of them on first use."""
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""What ``placer.run`` joins its ranks with, by type of device."""
+
 
 class RankError(AssertionError):
     """A rank failed; the message contains its traceback."""
@@ -40,10 +43,12 @@ def on_ranks(
     *arguments: Any,
     timeout_s: float = 120.0,
     joined: bool = True,
+    device_type: str = "cpu",
 ) -> list[Any]:
-    """Run ``work(*arguments)`` on ``count`` ranks of a gloo group and return the results by rank.
+    """Run ``work(*arguments)`` on ``count`` ranks of a group and return the results by rank.
 
-    With ``joined`` False the ranks have no group yet, only the environment that torchrun sets.
+    With ``joined`` False the ranks have no group yet, only the environment that torchrun sets. The
+    group uses gloo; with the device type "cuda" also NCCL, and each rank a GPU of its own.
 
     Ranks are forked from a server that has torch loaded. Each returns its result, waits for the
     others and exits at once, because gloo's threads may abort a process that shuts down normally.
@@ -57,7 +62,7 @@ def on_ranks(
         processes = []
         for rank in range(count):
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(rank, count, port, store, timeout_s)
+            place = Place(rank, count, port, store, timeout_s, device_type)
             process = context.Process(target=_rank, args=(place, theirs, work, arguments))
             process.start()
             theirs.close()
@@ -121,6 +126,7 @@ class Place:
     port: int
     store: str  # file of the group's store, "" for no group
     timeout_s: float
+    device_type: str = "cpu"
 
     def enter(self) -> None:
         torch.set_num_threads(1)
@@ -133,9 +139,11 @@ class Place:
             "LOCAL_RANK": str(self.rank),
             "LOCAL_WORLD_SIZE": str(self.count),
         }
+        if self.device_type == "cuda":
+            torch.cuda.set_device(self.rank)
         if self.store:
             dist.init_process_group(
-                "gloo",
+                BACKENDS[self.device_type],
                 init_method=f"file://{self.store}",
                 rank=self.rank,
                 world_size=self.count,

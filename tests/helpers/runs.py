@@ -8,19 +8,21 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from envs.hardware.discover import present
 from envs.placement import Placement
-from graphs.extract import extract
+from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
 from placer.cli.main import main
 from placer.parallel.methods.registry import OPTIONS
-from placer.sources.target import load_step
+from placer.sources.target import load_function, load_step
 from tests.helpers.ranks import free_port, on_ranks
 
 TARGET = """
@@ -147,3 +149,36 @@ def errors_to_file(path: Path, words: list[str]) -> None:
     code, _, err = rank(words)
     path.with_suffix(f".{os.environ['RANK']}").write_text(err)
     assert code == 1
+
+
+def losses_in_one_process(
+    target: str, steps: int, *, ranks: int = 2, passes: int = 1, cut: int = 1
+) -> list[float]:
+    """Return mean losses of rank 0's passes while training on the mean loss of all ranks.
+
+    ``cut`` is the number of passes per batch.
+    """
+    torch.manual_seed(0)
+    step = load_step(f"{target}:build", training=True)
+    batch = cast("Callable[[int], tuple[Tensor, ...]]", load_function(f"{target}:batch"))
+    sgd = torch.optim.SGD(step.model.parameters(), lr=0.1)
+    losses = []
+    for number in range(steps):
+        every = ranks * passes
+        shards = [
+            [part.chunk(cut)[k] for part in batch((number * every) // cut + i)]
+            for i in range(every // cut)
+            for k in range(cut)
+        ]
+        of_passes = [loss_of(step, tuple(shard)) for shard in shards]
+        losses.append(torch.stack(of_passes[:passes]).mean().item())
+        sgd.zero_grad()
+        torch.autograd.backward(torch.stack(of_passes).mean())
+        sgd.step()
+    return losses
+
+
+def loss_of(step: Workload, inputs: Any) -> Tensor:
+    given = Workload.of(step.model, inputs, step.loss)
+    output = step.model(*given.model_inputs, **given.keywords)
+    return output if step.loss is None else step.loss(output, given.inputs[-1])

@@ -143,7 +143,7 @@ def test_every_objective_is_optimized_and_simulated_as_before(case: str) -> None
     assert text(answers(case)).splitlines() == golden(case).read_text().splitlines()
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_placed_model_has_the_same_losses_as_before(model: str) -> None:
     curves = json.loads(golden("losses").read_text())

@@ -45,8 +45,8 @@ class PlacedModule(nn.Module):
     """Runs an extracted step on the torch devices of a placement.
 
     Called with the inputs of the step, it returns what the model returns; for a training step that
-    is the loss, ready for ``backward()``. Inputs may be on any device; one in pinned memory is sent
-    without waiting, so do not change it until the step is over.
+    is the loss, ready for ``backward()``. Inputs may be on any device. What is in pinned memory,
+    inputs as well as parameters, is sent without waiting: do not change it until the step is over.
 
     Parameters and buffers are those of the model, under the same names: train it with any torch
     optimizer, clip gradients, save its ``state_dict``. Each is moved to the device where it is

@@ -1,13 +1,14 @@
 """Contract of every executor: a placed model computes what the model computes.
 
-On pinned cores bit for bit, on torch devices call by call or module by module up to rounding.
+On pinned cores bit for bit, on torch devices call by call or module by module up to rounding. The
+latter on a device that computes at once, and on fake CUDA, where streams run in any order.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from tests.helpers import tiny_models
 from tests.helpers.extracted_steps import DOUBLE, STEPS, made
 from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores, worker_ids
 from tests.helpers.processes import all_end
+from tests.helpers.second_devices import FAKE, VDEV, opened_device, second
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import (
     assert_close,
@@ -35,7 +37,7 @@ from tests.helpers.trained_alike import (
     torch_optimizer,
     with_optimizer,
 )
-from tests.helpers.vdev import TRANSFERS, vdev
+from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
 
@@ -50,15 +52,23 @@ EXECUTORS: Final = [
     pytest.param("unplaced"),
     pytest.param("elsewhere", marks=NO_CUDA),  # the unplaced model on one device
 ]
+QUEUED: Final = [  # as above, on fake CUDA
+    *(pytest.param(name) for name in ("queued calls", "queued overlap", "queued modules")),
+    pytest.param("queued elsewhere"),
+]
 ON_CPU: Final = ("cores", "unplaced")
-EVERY = pytest.mark.parametrize("executor", EXECUTORS)
-PLACED = pytest.mark.parametrize("executor", EXECUTORS[:3])
-WITH_CALLS = pytest.mark.parametrize("executor", EXECUTORS[:2])
-WITH_OPTIMIZER = pytest.mark.parametrize("executor", [*EXECUTORS[:2], *EXECUTORS[3:]])
+WITHOUT_STICKY_ERRORS = pytest.mark.parametrize("executor", EXECUTORS)
+EVERY = pytest.mark.parametrize("executor", [*EXECUTORS, *QUEUED])
+PLACED = pytest.mark.parametrize("executor", [*EXECUTORS[:3], *QUEUED[:3]])
+WITH_CALLS = pytest.mark.parametrize("executor", [*EXECUTORS[:2], *QUEUED[:2]])
+WITH_OPTIMIZER = pytest.mark.parametrize(
+    "executor", [*EXECUTORS[:2], *EXECUTORS[3:], *QUEUED[:2], *QUEUED[3:]]
+)
 QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
 }
+QUICK_QUEUED: Final = {"conv_net", "tied_weights", "norm_twice", "views", "dlrm"}
 NOT_ON_CORES: Final = {
     *("inception", "rnnlm", "nasnet", "bert", "distilbert", "gpt2", "t5"),
 }
@@ -68,34 +78,37 @@ TRAINING: Final = [*(name for name in STEPS if name not in tiny_models.INFERENCE
 
 
 @pytest.fixture
-def place(executor: str) -> Iterator[Place]:
+def place(executor: str, request: pytest.FixtureRequest) -> Iterator[Place]:
     """Yield a function that places a copy of a step at random; the models end with the test."""
     made_here: list[Placed] = []
 
     def placed(step: Workload, seed: int = 0) -> Placed:
         step = copy.deepcopy(step)
-        devices = [torch.device("cpu"), torch.device("vdev", 0)]
-        if executor == "cores":
-            made_here.append(on_cores(extract(step), seed))
-        elif executor == "calls":
-            made_here.append(by_calls(extract(step), devices, seed))
-        elif executor == "unplaced":
-            made_here.append(UnplacedModel(extract(step), cores=CORES[:1]))
-        elif executor == "elsewhere":
-            made_here.append(UnplacedModel(extract(step), device=devices[1]))
-        else:
-            made_here.append(by_modules(extract(step, "modules"), devices, seed))
+        devices = [torch.device("cpu"), second()]
+        match executor.removeprefix("queued "):
+            case "cores":
+                made_here.append(on_cores(extract(step), seed))
+            case "calls" | "overlap":
+                overlap = executor.endswith("overlap")
+                made_here.append(by_calls(extract(step), devices, seed, overlap=overlap))
+            case "unplaced":
+                made_here.append(UnplacedModel(extract(step), cores=CORES[:1]))
+            case "elsewhere":
+                made_here.append(UnplacedModel(extract(step), device=devices[1]))
+            case _:
+                made_here.append(by_modules(extract(step, "modules"), devices, seed))
         return made_here[-1]
 
     if executor in ON_CPU:
-        yield placed
+        device: AbstractContextManager[object] = nullcontext()
     else:
-        with vdev():
-            yield placed
-    for one in made_here:
-        if not isinstance(one, PlacedModule):
-            with suppress(ValueError):  # weights that are tied no longer
-                one.close()
+        device = opened_device(FAKE if executor.startswith("queued") else VDEV, request.node.name)
+    with device:
+        yield placed
+        for one in made_here:
+            if not isinstance(one, PlacedModule):
+                with suppress(ValueError):  # weights that are tied no longer
+                    one.close()
 
 
 def step_named(name: str) -> Workload:
@@ -117,12 +130,17 @@ def trained() -> list[Any]:
             *executor.values,
             name,
             seed,
-            marks=(*executor.marks, *(() if name in QUICK and not seed else [pytest.mark.slow])),
+            marks=(
+                *executor.marks,
+                *(() if name in quick and not seed else [pytest.mark.slow]),
+            ),
         )
-        for executor in EXECUTORS
+        for executors, quick in ((EXECUTORS, QUICK), (QUEUED, QUICK_QUEUED))
+        for executor in executors
         for name in TRAINING
         for seed in range(2)
         if executor is not EXECUTORS[0] or name not in NOT_ON_CORES
+        if executor not in QUEUED or name not in DOUBLE  # the largest models
     ]
 
 
@@ -134,24 +152,26 @@ def test_training_is_that_of_the_model(executor: str, name: str, seed: int, plac
     tolerance = 0.0 if executor == "cores" else 1e-6
     assert_trains_alike(step, placed, tolerance=tolerance, rate=1e-4 if name in DOUBLE else 0.01)
     assert model_of(placed).state_dict().keys() == step.model.state_dict().keys()
-    assert TRANSFERS or executor != "calls"
+    assert TRANSFERS or not executor.endswith(("calls", "overlap"))
 
 
 @pytest.mark.parametrize(
     ("executor", "name"),
     [
         pytest.param(*executor.values, name, marks=executor.marks)
-        for executor in EXECUTORS
+        for executor in [*EXECUTORS, *QUEUED]
         for name in INFERENCE
-        if (executor.values, name) != (("elsewhere",), "structured_output")  # it makes CPU tensors
+        if not (str(executor.values[0]).endswith("elsewhere") and name == "structured_output")
+        # which makes tensors on the CPU
     ],
 )
 def test_inference_is_that_of_the_model(executor: str, name: str, place: Place) -> None:
     step = step_named(name)
     placed = place(step, 1)
     expected = forward(copy.deepcopy(step))
-    on_vdev = executor in ("calls", "elsewhere")  # vdev knows no inference mode
-    with torch.no_grad() if on_vdev else torch.inference_mode():
+    # fake devices know no inference mode
+    is_fake = executor in ("calls", "elsewhere") or executor.startswith("queued")
+    with torch.no_grad() if is_fake else torch.inference_mode():
         output = placed.step(*step.step_inputs, **step.keywords)
     exact = executor == "cores"
     torch.testing.assert_close(
@@ -259,7 +279,7 @@ def test_a_batch_that_does_not_fit_is_refused(
     placed.step(*step.inputs)
 
 
-@EVERY
+@WITHOUT_STICKY_ERRORS
 def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
     executor: str, place: Place
 ) -> None:
@@ -306,7 +326,7 @@ def test_state_that_was_replaced_is_used(executor: str, place: Place) -> None:
     assert_trains_alike(changed, placed, tolerance=0.0 if executor == "cores" else 1e-6)
 
 
-@pytest.mark.parametrize("executor", [EXECUTORS[0], EXECUTORS[2]])
+@pytest.mark.parametrize("executor", [EXECUTORS[0], EXECUTORS[2], QUEUED[2]])
 def test_closing_gives_the_model_back(place: Place) -> None:
     step = made("tied_weights")
     placed = place(step, 0)
@@ -329,7 +349,7 @@ def test_closing_gives_the_model_back(place: Place) -> None:
         placed.step(*step.inputs)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:])
+@pytest.mark.parametrize("executor", [*EXECUTORS[1:], *QUEUED])
 def test_dropout_is_off_in_eval_mode_and_on_again(place: Place) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -23,6 +23,7 @@ from placer.parallel.pipelined import PipelinedReplica
 from placer.parallel.rank_devices import stage_devices
 from tests.helpers.ranks import RankError, each, on_ranks
 from tests.helpers.replicas import backward, parameters
+from tests.helpers.second_devices import on_gpus
 
 MICRO_BATCHES = 4
 STEPS = 3
@@ -56,9 +57,17 @@ def chain() -> tuple[Extraction, Placement]:
     return extraction, Placement.of(graph, CLUSTER, devices, np.zeros(len(graph)))
 
 
-def trained(schedule: Any, config: SyncConfig) -> tuple[dict[str, Tensor], list[Any]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "place"))
-    replica = PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES, schedule=schedule)
+def trained(
+    device_type: str, schedule: Any, config: SyncConfig
+) -> tuple[dict[str, Tensor], list[Any]]:
+    mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("dp", "place"))
+    extraction, placement = chain()
+    if device_type == "cuda":
+        placement = replace(placement, device_names=("cuda:0", "cuda:1"))
+    replica = PipelinedReplica(
+        extraction, placement, mesh, micro_batches=MICRO_BATCHES, schedule=schedule
+    )
+    assert {p.device.type for p in replica.module.parameters()} == {device_type}
     sync = replica.make_sync(partial(torch.optim.SGD, lr=LR), config)
     losses = []
     for number in range(STEPS):
@@ -85,13 +94,14 @@ def in_one_process() -> tuple[dict[str, Tensor], list[list[float]]]:
     return parameters(plain), losses
 
 
-def test_two_stages_of_two_replicas_train_as_one_process() -> None:
+@pytest.mark.parametrize("device_type", ["cpu", on_gpus(4, "cuda")])
+def test_two_stages_of_two_replicas_train_as_one_process(device_type: str) -> None:
     cases = {
-        "1f1b": (trained, Schedule1F1B, SyncConfig()),
-        "gpipe": (trained, ScheduleGPipe, SyncConfig(method="ma", period=1)),
+        "1f1b": (trained, device_type, Schedule1F1B, SyncConfig()),
+        "gpipe": (trained, device_type, ScheduleGPipe, SyncConfig(method="ma", period=1)),
     }
     expected, losses = in_one_process()
-    for rank, of_rank in enumerate(on_ranks(4, each, cases)):
+    for rank, of_rank in enumerate(on_ranks(4, each, cases, device_type=device_type)):
         replica, stage = divmod(rank, 2)
         names = {n for n in expected if n.startswith(SECOND_STAGE) == bool(stage)}
         shown = [pair[replica] for pair in losses] if stage else [None] * STEPS

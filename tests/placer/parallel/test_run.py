@@ -5,64 +5,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from envs.hardware.cluster import Link
 from envs.hardware.discover import present
 from envs.replication import Batch, Replication
-from graphs.extract import Workload
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.parallel.training import STATE_FORMAT
 from placer.replicate.plan import plan_job
-from placer.sources.target import load_function, load_step
+from placer.sources.target import load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import all_ran, arguments, prepared, ran, rank, run_in_turn, written
+from tests.helpers.runs import (
+    all_ran,
+    arguments,
+    losses_in_one_process,
+    prepared,
+    ran,
+    rank,
+    run_in_turn,
+    written,
+)
 
 NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
-
-
-def losses_in_one_process(
-    target: str, steps: int, *, ranks: int = 2, passes: int = 1, cut: int = 1
-) -> list[float]:
-    """Return mean losses of rank 0's passes while training on the mean loss of all ranks.
-
-    ``cut`` is the number of passes per batch.
-    """
-    torch.manual_seed(0)
-    step = load_step(f"{target}:build", training=True)
-    batch = cast("Callable[[int], tuple[Tensor, ...]]", load_function(f"{target}:batch"))
-    sgd = torch.optim.SGD(step.model.parameters(), lr=0.1)
-    losses = []
-    for number in range(steps):
-        every = ranks * passes
-        shards = [
-            [part.chunk(cut)[k] for part in batch((number * every) // cut + i)]
-            for i in range(every // cut)
-            for k in range(cut)
-        ]
-        of_passes = [loss_of(step, tuple(shard)) for shard in shards]
-        losses.append(torch.stack(of_passes[:passes]).mean().item())
-        sgd.zero_grad()
-        torch.autograd.backward(torch.stack(of_passes).mean())
-        sgd.step()
-    return losses
-
-
-def loss_of(step: Workload, inputs: Any) -> Tensor:
-    given = Workload.of(step.model, inputs, step.loss)
-    output = step.model(*given.model_inputs, **given.keywords)
-    return output if step.loss is None else step.loss(output, given.inputs[-1])
 
 
 def printed_losses(out: str) -> list[float]:

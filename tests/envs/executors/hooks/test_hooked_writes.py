@@ -16,9 +16,6 @@ from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import assert_trains_alike
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
-
 # --- lists and dicts
 
 

@@ -15,18 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.streams import arrived, sending, staged
 from graphs.extract import Workload, extract
+from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models
 from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.second_devices import DEVICES, FAKE, on_gpus, second
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import assert_trains_alike
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+ON_DEVICES = pytest.mark.parametrize("second_device", DEVICES, indirect=True)
 NAMES = ("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight")
-
-
-def second() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "vdev", 0)
 
 
 def chain() -> Workload:
@@ -43,6 +42,7 @@ def chain() -> Workload:
     return Workload.of(model, (torch.randn(2, 3),))
 
 
+@ON_DEVICES
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(NAMES)))
 def test_random_placements_compute_the_same_and_send_as_much(seed: int, name: str) -> None:
@@ -69,7 +69,7 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves i
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("second_device")
+@pytest.mark.usefixtures("second_device")  # vdev, which does what is launched at once
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) -> None:
     extraction = extract(chain())
@@ -90,6 +90,7 @@ def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) ->
     assert_trains_alike(chain(), placed)
 
 
+@ON_DEVICES
 @pytest.mark.usefixtures("second_device")
 def test_what_is_written_in_place_is_not_sent_ahead() -> None:
     def write(m: nn.Module, x: Tensor) -> Tensor:
@@ -152,16 +153,24 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    ("cuda", "dense"),
+    [
+        case
+        for dense in (True, False)
+        for case in (on_gpus(2, "cuda", dense), *((f"{FAKE} {seed}", dense) for seed in range(6)))
+    ],
+    indirect=["cuda"],
+)
+@pytest.mark.usefixtures("cuda")
 def test_what_one_gpu_sends_arrives_whole_at_another_and_its_gradient_back(dense: bool) -> None:
     first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    size = 64 if is_fake() else 2048
     for _ in range(5):
-        near = torch.randn(2048, 2048, device=first, requires_grad=True)
+        near = torch.randn(size, size, device=first, requires_grad=True)
         made = near * 2 if dense else (near * 2)[::2, ::3]
         sent = sending(made, other)
-        torch.mm(torch.ones(2048, 2048, device=other), torch.ones(2048, 2048, device=other))
+        torch.mm(torch.ones(size, size, device=other), torch.ones(size, size, device=other))
         there = arrived(sent)
         assert there.device == other
         assert torch.equal(there.cpu(), made.cpu())

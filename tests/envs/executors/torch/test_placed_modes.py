@@ -21,8 +21,6 @@ from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
 
 def dropping() -> Workload:
     """Return a step with dropout and batch norm."""

@@ -16,14 +16,12 @@ from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Workload, extract
 from tests.helpers.extracted_steps import copied, fresh, on
 from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.second_devices import FAKE, VDEV, opened_device
 from tests.helpers.tiny_models import Plain, forward, state_of
 from tests.helpers.trained_alike import assert_trains_alike, on_cpu
-from tests.helpers.vdev import TRANSFERS, vdev
+from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
 
 # --- in-place writes
 
@@ -57,11 +55,12 @@ WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part"))
 
 @settings(max_examples=12)
 @given(st.lists(WRITES, min_size=2, max_size=8), st.integers(0, 99))
+@pytest.mark.parametrize("kind", [VDEV, f"{FAKE} 0", f"{FAKE} 1"])
 def test_what_is_written_through_views_is_read_as_it_was(
-    writes: list[tuple[str, int]], seed: int
+    kind: str, writes: list[tuple[str, int]], seed: int
 ) -> None:
     extraction = extract(written_through_views(writes))
-    with vdev() as device:
+    with opened_device(kind) as device:
         expected = copied(extraction)
         devices = random_devices(extraction, ["cpu", device], seed)
         placed = PlacedModule(extraction, devices, random_order(extraction, seed))

@@ -1,4 +1,7 @@
-"""Placed modules on cuda:0 and the CPU compute the same as the model on the CPU."""
+"""Placed modules on cuda:0 and the CPU compute the same as the model on the CPU.
+
+On a real device, and on a fake one whose streams run in several orders.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,19 @@ from torch import nn
 
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
+from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.in_turn import LARGE
 from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.second_devices import CUDA as GPU
+from tests.helpers.second_devices import FAKE, REAL, on_gpus
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_trains_alike, torch_optimizer, with_optimizer
 
 torch.set_num_threads(1)
 
-GPU = torch.device("cuda", 0)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("cuda"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
@@ -34,6 +39,21 @@ OTHERS = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight", "nmt"),
     *("weighted_loss", "resnet", "inception", "rnnlm", "separate_moe", "dlrm"),
 )
+
+
+MODELS = pytest.mark.parametrize(
+    ("cuda", "name"),
+    [
+        *(on_gpus(1, "cuda", name) for name in (*OTHERS, *TRANSFORMERS)),
+        *(
+            pytest.param(FAKE, name, marks=[pytest.mark.slow] * (name in LARGE or name == "gpt2"))
+            for name in (*OTHERS, *TRANSFORMERS)
+            if name != "inception"
+        ),
+    ],
+    indirect=["cuda"],
+)
+"""All models on a GPU; on a fake one the large ones are slow tests, without the largest."""
 
 
 def extracted(name: str) -> Extraction:
@@ -61,7 +81,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
+@MODELS
 def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, overlap: bool) -> None:
     extraction = extracted(name)
     plain = copy.deepcopy(extraction.step)
@@ -70,11 +90,12 @@ def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, over
     devices = random_devices(extraction, ["cpu", GPU], seed)
     placed = PlacedModule(extraction, devices, order, overlap=overlap)
     assert placed.transfers > 0
-    assert all(own is before[name] for name, own in placed.named_parameters())
+    if not is_fake():  # torch lets a tensor take over memory of a real device only
+        assert all(own is before[name] for name, own in placed.named_parameters())
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
+@MODELS
 def test_training_on_the_gpu_alone_sends_nothing_but_inputs(name: str) -> None:
     extraction = extracted(name)
     plain = copy.deepcopy(extraction.step)
@@ -103,6 +124,7 @@ def test_inputs_in_pinned_memory_arrive() -> None:
     assert torch.equal(placed(*pinned), expected)
 
 
+@pytest.mark.parametrize("cuda", [REAL], indirect=True)
 def test_autocast_within_the_model_is_that_of_the_device() -> None:
     def halved(m: Any, x: torch.Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -131,7 +153,13 @@ def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"), [("conv_net", "fp32", 1e-4), ("attention", "bf16", 0.02)]
+    ("cuda", "name", "dtype", "tolerance"),
+    [
+        on_gpus(1, "cuda", "conv_net", "fp32", 1e-4),
+        on_gpus(1, "cuda", "attention", "bf16", 0.02),
+        (FAKE, "conv_net", "fp32", 1e-6),
+    ],
+    indirect=["cuda"],
 )
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_steps_with_an_optimizer_leave_what_torchs_own_leaves(

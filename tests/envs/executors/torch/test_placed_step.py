@@ -27,16 +27,18 @@ from graphs.graph import attributes_of
 from tests.helpers import tiny_models
 from tests.helpers.clusters import equal_costs, pair
 from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.second_devices import DEVICES, second
 from tests.helpers.tiny_models import Plain, forward, squared, state_of
 from tests.helpers.trained_alike import torch_optimizer, with_optimizer
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
+ON_DEVICES = pytest.mark.parametrize("second_device", DEVICES, indirect=True)
 CPU = torch.device("cpu")
 
 
 def two_devices() -> list[torch.device]:
-    return [CPU, torch.device("vdev", 0)]
+    return [CPU, second()]
 
 
 def apart(extraction: Extraction, seed: int = 1) -> PlacedModule:
@@ -118,6 +120,7 @@ def test_parameters_are_updated_while_the_backward_pass_goes_on(
     assert seen == [(2, 2), (2, 2)], "weight and bias of a layer, no gradients besides"
 
 
+@ON_DEVICES
 def test_what_the_optimizer_keeps_follows_its_parameter_and_can_be_loaded() -> None:
     step = with_optimizer(tiny_models.conv_net(), "adamw")
     plain = copy.deepcopy(step)
@@ -142,6 +145,7 @@ def test_what_the_optimizer_keeps_follows_its_parameter_and_can_be_loaded() -> N
     assert not any(tensor.any() for tensor in other.optimizer_state().values())
 
 
+@ON_DEVICES
 def test_parameters_that_are_frozen_later_stay_as_they_are() -> None:
     step = with_optimizer(tiny_models.conv_net(), "adamw", weight_decay=0.1)
     placed = apart(extract(step))

@@ -15,9 +15,6 @@ from tests.helpers.trained_alike import assert_trains_alike, gradients, on_cpu
 
 torch.set_num_threads(1)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
-
 # --- placing again
 
 
