@@ -170,20 +170,22 @@ def _drawn(node: fx.Node) -> Range | None:
     while operator_name(node.target) in (*SAME_NUMBERS, *CASTS):
         is_cast |= operator_name(node.target) in CASTS
         viewed = node.args[0]
-        if not isinstance(viewed, fx.Node):
+        if not isinstance(viewed, fx.Node) or "dtype" in str(node.target).split("."):
             return None
         node = viewed
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     found = _range_of_draw(node)
-    if found is None or not is_cast:
+    if found is None or not _storages([node]).isdisjoint(_written(node.graph)):
+        return None
+    if not is_cast:
         return found
-    is_number = node.meta["val"].is_floating_point()
-    return replace(found, is_open=False) if is_number else found  # it may have been rounded up
+    is_share = found.low >= 0 and found.high <= 1  # in any dtype, but it may be rounded up
+    return replace(found, is_open=False) if is_share else None
 
 
 def _range_of_draw(node: fx.Node) -> Range | None:
-    arguments = {
+    arguments: dict[str, Any] = {
         known.name: node.args[i] if i < len(node.args) else node.kwargs.get(known.name)
         for i, known in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
     }

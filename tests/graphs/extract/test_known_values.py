@@ -97,6 +97,27 @@ def item_whole(m: Any, x: Tensor) -> Any:
     return m.linear(x).tanh() if round(torch.rand([]).item()) < 1 else m.linear(x).relu()
 
 
+def draw_written(m: Any, x: Tensor) -> Any:
+    drawn = torch.rand(2)
+    drawn[:1].mul_(100)
+    return m.linear(x).tanh() if (drawn < 1.0).all() else m.linear(x).relu()
+
+
+def draw_cast(m: Any, x: Tensor) -> Any:
+    drawn = torch.randint(-5, 5, ()).to(torch.uint8)
+    return m.linear(x).tanh() if drawn < 5 else m.linear(x).relu()
+
+
+def draw_rounded(m: Any, x: Tensor) -> Any:
+    drawn = torch.rand([]).bfloat16()
+    return m.linear(x).tanh() if drawn < 1.0 else m.linear(x).relu()
+
+
+def draw_of_other_bits(m: Any, x: Tensor) -> Any:
+    drawn = torch.rand(1).view(torch.int32)
+    return m.linear(x).tanh() if (drawn < 2).all() else m.linear(x).relu()
+
+
 def mask_written(m: Any, x: Tensor) -> Any:
     mask = torch.ones(4, 8)
     mask[0] = x[0]
@@ -113,6 +134,7 @@ def mask_of_buffer(m: Any, x: Tensor) -> Any:
 
 OPEN = (
     *(drop_some, item_some, item_kept, item_whole),
+    *(draw_written, draw_cast, draw_rounded, draw_of_other_bits),
     *(mask_written, mask_of_data, mask_of_buffer),
 )
 
