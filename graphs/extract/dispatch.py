@@ -36,8 +36,8 @@ from graphs.extract.errors import (
     writes_input,
 )
 from graphs.extract.export.flags import Results, asking_lines, check_like_eager
-from graphs.extract.export.trace import Position, cell_by_cell, constants_of
-from graphs.extract.fx_nodes import written_arguments
+from graphs.extract.export.trace import Position, cell_by_cell
+from graphs.extract.fx_nodes import constants_of, drop_unread, written_arguments
 from graphs.extract.model_state import (
     check_not_replaced,
     check_same_form,
@@ -49,13 +49,16 @@ from graphs.extract.model_state import (
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
-from graphs.extract.reads.checks import running_check
+from graphs.extract.reads.checks import is_decided, running_check
+from graphs.extract.reads.known_values import decided_value, drawn_from
 from graphs.extract.value_reads import readable
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
+READ_ARGUMENTS: Final = {"aten::_ctc_loss": (2, 3), SELECTS: (1,), "aten::masked_select": (1,)}
+"""Positions of the arguments whose values decide the size of a result, where not all do."""
 ONLY_SHAPES: Final = ("_like", "aten::new_")
 """In names of ops that use only the shape of their input, not its values."""
 
@@ -89,9 +92,7 @@ class _Recording:
             module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
         graph = module.graph
         lines, unchecked = lines_that_read(graph, "reads_values"), lines_that_read(graph, "checks")
-        for node in reversed(graph.nodes):  # without those nothing reads, as values for Python
-            if node.op in ("call_function", "get_attr") and not node.users:
-                graph.erase_node(node)
+        drop_unread(graph)  # as values for Python
         placeholders = graph.find_nodes(op="placeholder")
         for node, tensor in zip(placeholders, self.tensors, strict=True):
             node.meta["val"] = tensor.detach()
@@ -284,7 +285,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         last = next(iter(reversed(self.graph.nodes)))
         result = func(*args, **kwargs)
         meta = self._meta(func)
-        if _reads_values(func, args):
+        if _reads_values(func, args) and not ((drawn := drawn_from(args[0])) and is_decided(drawn)):
             check = running_check()
             meta |= {"reads_values": running_line()} if check is None else {"checks": check.line}
         node = last.next
@@ -354,10 +355,19 @@ def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
             name = node.target._schema.name
             random = torch.Tag.nondeterministic_seeded in node.target.tags
             reads = not from_data.isdisjoint(node.all_input_nodes)
-            if random or (reads and not any(part in name for part in ONLY_SHAPES)):
+            of_data = random or (reads and not any(part in name for part in ONLY_SHAPES))
+            if of_data and decided_value(node) is None:
                 from_data.add(node)
-            if reads and mark in node.meta:
+            if mark in node.meta and not from_data.isdisjoint(_read_nodes(node)):
                 lines[node.meta[mark] or "a place that torch does not name"] = None
         elif not from_data.isdisjoint(node.all_input_nodes):
             from_data.add(node)
     return tuple(lines)
+
+
+def _read_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a node whose values it reads."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    positions = READ_ARGUMENTS.get(node.target._schema.name, range(len(node.args)))
+    read = [node.args[position] for position in positions]
+    return [leaf for leaf in tree_leaves(read) if isinstance(leaf, fx.Node)]

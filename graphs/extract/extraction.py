@@ -38,7 +38,9 @@ IN_OWN_CODE: Final = (
 )
 IN_LIBRARY: Final = (
     "The lines are in an installed package: give the model the inputs and options with which it "
-    "need not look (transformers: an attention_mask, experts_implementation)"
+    "need not look (transformers: no attention_mask if nothing is padded, layerdrop=0, a "
+    "dense experts_implementation, a loss of your own instead of labels; torch_geometric: "
+    "add_self_loops=False and loops in the data)"
 )
 """What to do about lines that read values of tensors."""
 WRITTEN_CACHE: Final = "StaticCache"

@@ -15,7 +15,8 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from graphs.extract.program import VIEW, Call
+from graphs.extract.program import VIEW, Call, Source
+from graphs.workload import ExtractionError
 
 COPY: Final = "aten.clone.default"
 TAG: Final = "placer_call"
@@ -52,6 +53,13 @@ def _has_effect(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return isinstance(target, torch._ops.HigherOrderOperator)
     return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Remove calls from a functional graph whose results nothing reads, as draws of chance."""
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
 
 
 def operator_name(target: Any) -> str:
@@ -199,3 +207,17 @@ def _forward_op_of_numbers(forward: Sequence[tuple[Call, fx.Node]]) -> dict[int,
 
 def _first(op_of: Mapping[int, int], values: Iterable[int], otherwise: int = VIEW) -> int:
     return next((op_of[value] for value in values if value in op_of), otherwise)
+
+
+def constants_of(module: fx.GraphModule) -> dict[fx.Node, Source]:
+    """Return the tensors that a traced graph holds itself; nested graphs cannot be placed."""
+    constants: dict[fx.Node, Source] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if not isinstance(value, torch.Tensor):
+            raise ExtractionError(
+                f"the step contains a nested graph ({node.target}); higher-order ops such as "
+                "torch.cond cannot be placed yet"
+            )
+        constants[node] = Source(-1, "constant", str(node.target), value.detach())
+    return constants

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.coverage.attempt import Attempt, differences, tried, without_dropout
+from benchmarks.coverage.attempt import (
+    Attempt,
+    _batch,
+    _is_equal_in_double,
+    differences,
+    tried,
+    without_dropout,
+)
 from benchmarks.coverage.campaign import in_own_process, parts, reasons, row, totals
 from benchmarks.coverage.case import Case, numbers
 from benchmarks.coverage.models import PACKAGES, SAMPLE, cases_of, is_installed
@@ -97,6 +104,16 @@ def test_wrong_results_are_seen() -> None:
     assert found.ran
     assert found.equal is False
     assert "tensors differ" in found.reason
+
+
+@two_cores
+def test_rounding_alone_is_told_from_wrong_results_in_float64() -> None:
+    for case, equal in (
+        (cases_of("torch")["mlp with batch norm"], True),
+        (Case(Counting, numbers((2, 3))), False),
+    ):
+        batches = [_batch(case, False, seed) for seed in range(2)]
+        assert _is_equal_in_double(case, batches, training=False) is equal
 
 
 @two_cores

@@ -28,7 +28,7 @@ from graphs.extract.errors import TORCH, line_of, sentences, shown_lines
 from graphs.extract.export.parts import Parts
 from graphs.extract.model_state import copier, substituted, with_distinct_inputs
 from graphs.precision import FULL
-from graphs.workload import WRAPPED, ExtractionError, Workload, unwrapped
+from graphs.workload import WRAPPED, ExtractionError, StepError, Workload, unwrapped
 
 FLAGS: Final[tuple[Any, ...]] = (
     torch.compiler.is_compiling,
@@ -46,10 +46,11 @@ consist of rounding alone."""
 
 
 @contextlib.contextmanager
-def asking_lines() -> Iterator[dict[str, None]]:
+def asking_lines(*, hidden: bool = False) -> Iterator[dict[str, None]]:
     """Yield the lines of a model, as they run, that ask and get another answer than in eager mode.
 
-    Layers of torch ask, too; by the functions that a tensor overrides, for one.
+    Layers of torch ask, too; by the functions that a tensor overrides, for one. With ``hidden``,
+    code outside of torch is told that nothing traces it.
     """
     lines: dict[str, None] = {}
     overridden = torch.overrides.has_torch_function
@@ -59,6 +60,7 @@ def asking_lines() -> Iterator[dict[str, None]]:
             frame = frame.f_back  # a function that asks for its caller
         if answer and frame is not None and not _is_torch_itself(frame):
             lines[line_of(frame)] = None
+            return not hidden or frame.f_code.co_filename.startswith(TORCH)
         return answer
 
     def is_overridden(args: Iterable[Any]) -> bool:
@@ -156,6 +158,32 @@ def _results(output: Any, state: Mapping[str, torch.Tensor], *, training: bool) 
 
 
 # --- whether it is the same
+
+
+def exported_like_eager(step: Workload, export: Callable[[], Traced]) -> Traced:
+    """Export a step by a function, and check that it gives what the model gives in eager mode.
+
+    A model that asks torch whether it is traced, and then fails or computes something else, is
+    exported once more without being told.
+    """
+    lines: dict[str, None] = {}
+
+    def exported(*, hidden: bool) -> Traced:
+        nonlocal lines
+        with asking_lines(hidden=hidden) as lines:
+            traced = export()
+            check_like_eager(step, lines, lambda: exported_results(step, traced), "exported")
+            return traced
+
+    try:
+        return exported(hidden=False)
+    except StepError:
+        raise
+    except Exception:
+        if lines:
+            with contextlib.suppress(Exception):
+                return exported(hidden=True)
+        raise
 
 
 def check_like_eager(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
@@ -38,9 +37,9 @@ from graphs.extract.errors import (
     wants_input_gradient,
     writes_input,
 )
-from graphs.extract.export.flags import asking_lines, check_like_eager, exported_results
+from graphs.extract.export.flags import exported_like_eager
 from graphs.extract.export.parts import Parts
-from graphs.extract.fx_nodes import drop_checks, tag_calls
+from graphs.extract.fx_nodes import constants_of, drop_checks, drop_unread, tag_calls
 from graphs.extract.model_state import (
     check_not_replaced,
     in_step_mode,
@@ -102,10 +101,13 @@ def trace(step: Workload) -> Traced:
     the step's mode as a whole is switched meanwhile. A model on the meta device is traced on fake
     tensors, without memory for its parameters.
     """
-    with tracing(step, "exported"), without_meta(step) as traceable, asking_lines() as lines:
-        traced, unchecked = _answered(with_distinct_inputs(traceable), _step)
-        check_like_eager(traceable, lines, lambda: exported_results(step, traced), "exported")
-        return replace(traced, unchecked=unchecked)
+    with tracing(step, "exported"), without_meta(step) as traceable:
+
+        def export() -> Traced:
+            traced, unchecked = _answered(with_distinct_inputs(traceable), _step)
+            return replace(traced, unchecked=unchecked)
+
+        return exported_like_eager(traceable, export)
 
 
 def _step(step: Workload, checked: bool) -> Traced:
@@ -159,6 +161,7 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     with custom_backward_refused(step, functions=True, saving=True):
         program, module = _exported(wrapper, step, parts, checked)
     joint = _aot_graph(module, step, parts)
+    drop_unread(joint.graph)
     leaves = tree_flatten(parts.arguments)[0]
     sources: dict[fx.Node, Source] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
@@ -384,17 +387,3 @@ def _inference(step: Workload, checked: bool) -> Traced:
         outputs=parts.whole(tree_unflatten(returned, program.call_spec.out_spec)),
         exported=exported,
     )
-
-
-def constants_of(module: fx.GraphModule) -> dict[fx.Node, Source]:
-    """Return the tensors that a traced graph holds itself; nested graphs cannot be placed."""
-    constants: dict[fx.Node, Source] = {}
-    for node in module.graph.find_nodes(op="get_attr"):
-        value = operator.attrgetter(str(node.target))(module)
-        if not isinstance(value, torch.Tensor):
-            raise ExtractionError(
-                f"the step contains a nested graph ({node.target}); higher-order ops such as "
-                "torch.cond cannot be placed yet"
-            )
-        constants[node] = Source(-1, "constant", str(node.target), value.detach())
-    return constants

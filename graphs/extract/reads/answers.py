@@ -1,7 +1,8 @@
-"""Reads of checks while torch traces a model on tensors without values.
+"""Reads of values while torch traces a model on tensors that have none.
 
-Torch.export cannot read values. A check that holds is the same as no check, so that its reads can
-be answered by what they returned when the model ran on the example inputs.
+Torch.export cannot read values. Those that no data decides are known. A check that holds is the
+same as no check, so that its reads can be answered by what they returned when the model ran on the
+example inputs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphs.extract.errors import is_skipped
-from graphs.extract.reads.checks import Check, running_check
+from graphs.extract.reads.checks import Check, is_decided, running_check
+from graphs.extract.reads.known_values import computing, drawn_from, known_value_of
 
 METHODS: Final = (
     *("__bool__", "__float__", "__format__", "__index__", "__int__", "allclose", "equal"),
     *("is_nonzero", "item", "tolist"),
 )
 """Ways in which Python reads values, as methods of a tensor ..."""
+READING: Final = frozenset(METHODS) - {"allclose", "equal"}
+"""... of those the ones that read no other tensor ..."""
 FUNCTIONS: Final = (
     *("_check", "_check_index", "_check_is_size", "_check_not_implemented", "_check_tensor_all"),
     *("_check_tensor_all_with", "_check_type", "_check_value", "_check_with"),
@@ -81,7 +85,10 @@ class CheckReads:
 
 @contextlib.contextmanager
 def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let ``handle`` return what reads of checks return; other reads stay as they are."""
+    """Let ``handle`` return what reads of checks return.
+
+    Reads of values that are known return them; all others stay as they are.
+    """
 
     def reading(original: Callable[..., Any], way: str) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -89,6 +96,13 @@ def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iter
             compute = functools.partial(original, *args, **kwargs)
             if way.startswith("_check") and is_skipped(sys._getframe(1)):
                 return compute()  # torch checks its own
+            known = known_value_of(args[0]) if way in READING and args else None
+            if known is not None:
+                with computing():
+                    return getattr(known, way)(*args[1:], **kwargs)
+            drawn = drawn_from(args[0]) if way in READING and args else None
+            if drawn is not None and is_decided(drawn):
+                return drawn.low
             check = running_check()
             return compute() if check is None else handle(check, way, compute)
 

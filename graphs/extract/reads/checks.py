@@ -18,10 +18,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias
 
+import torch
+
 from graphs.extract.errors import is_skipped, is_start, line_of
+from graphs.extract.reads.known_values import COMPARISONS, Range
 from graphs.extract.reads.purity import (
     is_check,
     is_inert,
@@ -36,6 +40,10 @@ Span: TypeAlias = tuple[int, int, int, int]
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 OF_TORCH: Final = {"fn", "__builtins__"}
 """Globals of a lambda that torch makes by eval, to call what it traces."""
+DISTRIBUTIONS: Final = str(Path(torch.distributions.__file__).parent / "_")[:-1]
+"""Where torch itself checks the values that a model gives."""
+KINDS: Final = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+NAMES: Final[dict[type[ast.cmpop], str]] = dict(zip(KINDS, COMPARISONS, strict=True))
 LEAVES: Final = (ast.Return, ast.Break, ast.Continue)
 
 
@@ -53,13 +61,8 @@ class Check:
 
 def running_check() -> Check | None:
     """Return the check whose read of values is running, None if it may steer the model."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_start(frame):
-        if not (is_skipped(frame) or frame.f_globals.keys() <= OF_TORCH):
-            frames.append(frame)
-        frame = frame.f_back
-    if frame is None or not frames:
+    frames = _running_frames()
+    if not frames:
         return None
     reading = frames[0]
     path = _path(reading)
@@ -70,6 +73,48 @@ def running_check() -> Check | None:
     statement = [node for node in _path(shown) if isinstance(node, ast.stmt)][-1]
     place = reading.f_code, _running_span(reading.f_code, reading.f_lasti)
     return Check(line_of(shown, statement.lineno), place, holds)
+
+
+def is_decided(numbers: Range) -> bool:
+    """Return whether the running read of one of some numbers is only compared, and how is known.
+
+    The read is a side of the comparison, and the other side a number: ``drop.item() < self.p``.
+    """
+    frames = _running_frames()
+    match _path(frames[0]) if frames else []:
+        case [*_, ast.Compare(left=left, ops=[kind], comparators=[right]), ast.Call() as read]:
+            name = NAMES.get(type(kind))
+            other = _number(right if read is left else left, frames[0])
+            if name is None or other is None or not _keeps_the_number(read, frames[0]):
+                return False
+            sides = (numbers, other) if read is left else (other, numbers)
+            return sides[0].compared(name, sides[1]) is not None
+    return False
+
+
+def _keeps_the_number(read: ast.Call, frame: FrameType) -> bool:
+    is_item = isinstance(read.func, ast.Attribute) and read.func.attr == "item"
+    return is_item or resolved(read.func, frame) is float
+
+
+def _number(expression: ast.expr, frame: FrameType) -> Range | None:
+    if isinstance(expression, ast.Constant):
+        value = expression.value
+    else:
+        value = resolved(expression, frame)
+    return Range(value, value) if isinstance(value, int | float) else None
+
+
+def _running_frames() -> list[FrameType]:
+    """Return the frames of the model that are running, the innermost first; empty if unknown."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_start(frame):
+        is_known = not is_skipped(frame) or frame.f_code.co_filename.startswith(DISTRIBUTIONS)
+        if is_known and not frame.f_globals.keys() <= OF_TORCH:
+            frames.append(frame)
+        frame = frame.f_back
+    return frames if frame is not None else []
 
 
 def _only_checks(path: Sequence[ast.AST], frame: FrameType) -> bool:
@@ -104,7 +149,7 @@ def _is_own_check(path: Sequence[ast.AST], frame: FrameType) -> bool:
 
 
 def _is_helper(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "torch_compilable_check"
+    return frame.f_code.co_name == "torch_compilable_check" or is_skipped(frame)
 
 
 def _may_catch(frame: FrameType) -> bool:

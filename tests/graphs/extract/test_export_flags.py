@@ -63,12 +63,12 @@ class Runs:
         return self  # copies of the model count, too
 
 
-# --- what differs is not exported
+# --- who computes something else is not told
 
 
 @either
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_computes_something_else_under_export_is_recorded(
+def test_a_model_that_computes_something_else_under_export_is_not_told_of_it(
     way: str, training: bool
 ) -> None:
     asks = WAYS[way]
@@ -78,30 +78,57 @@ def test_a_model_that_computes_something_else_under_export_is_recorded(
         return y if asks() else y * 1.01
 
     extraction = extract(step_of(function, training=training))
+    assert (extraction.extractor, extraction.fell_back) == ("export", ())
+    one_process.assert_runs_as_eager(extraction)
+
+
+@either
+def test_a_model_that_fails_under_export_is_not_told_of_it(training: bool) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        mask = None if is_exporting() else torch.ones(x.shape)
+        y: Tensor = m.linear(x)
+        return y * mask[:, :1]  # type: ignore[index]
+
+    extraction = extract(step_of(function, training=training))
+    assert (extraction.extractor, extraction.fell_back) == ("export", ())
+    one_process.assert_runs_as_eager(extraction)
+
+
+# --- what differs nevertheless is not exported
+
+
+def knows(x: Tensor) -> bool:
+    """Return whether a model is traced, which it sees by the class of a tensor, too."""
+    return bool(is_exporting()) | isinstance(x, FakeTensor)
+
+
+@either
+def test_a_model_that_sees_otherwise_that_it_is_traced_is_recorded(training: bool) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.linear(x)
+        return y if knows(x) else y * 1.01
+
+    extraction = extract(step_of(function, training=training))
     tried = extraction.fell_back[0]
     assert "asks torch whether it is traced" in tried.reason
     assert f'File "{__file__}"' in tried.reason
     assert ("the loss is" if training else "the output differs by") in tried.reason
-    if asks is is_fx_tracing:  # it is true in recordings, too
-        assert extraction.extractor == "modules"
-        assert "cannot be recorded" in extraction.fell_back[1].reason
-    else:
-        assert extraction.extractor == "dispatch"
-        one_process.assert_runs_as_eager(extraction)
+    assert extraction.extractor == "dispatch"
+    one_process.assert_runs_as_eager(extraction)
 
 
 def other_gradient(m: Any, x: Tensor) -> Tensor:
     y: Tensor = m.linear(x)
-    return y.detach() + 0 * y if is_exporting() else y
+    return y.detach() + 0 * y if knows(x) else y
 
 
 def no_gradient(m: Any, x: Tensor) -> Any:
     y: Tensor = m.before(x)
-    return m.linear(y.detach() if is_exporting() else y)
+    return m.linear(y.detach() if knows(x) else y)
 
 
 def other_buffer(m: Any, x: Tensor) -> Any:
-    if not is_exporting():
+    if not knows(x):
         m.count.add_(1.0)
     return m.linear(x)
 
@@ -122,10 +149,10 @@ def test_gradients_and_buffers_are_compared_as_well(function: Function, what: st
 def test_other_outputs_are_a_difference() -> None:
     def more(m: Any, x: Tensor) -> Any:
         y = m.linear(x)
-        return (y, x + 1) if is_exporting() else (y,)
+        return (y, x + 1) if knows(x) else (y,)
 
     def larger(m: Any, x: Tensor) -> Any:
-        return m.linear(x)[:3] if is_exporting() else m.linear(x)
+        return m.linear(x)[:3] if knows(x) else m.linear(x)
 
     for function in (more, larger):
         with pytest.raises(ExtractionError, match="output"):
@@ -135,7 +162,7 @@ def test_other_outputs_are_a_difference() -> None:
 def test_half_precision_does_not_hide_a_difference() -> None:
     def scaled(m: Any, x: Tensor) -> Tensor:
         y: Tensor = m.linear(x)
-        return y * 1.1 if is_exporting() else y
+        return y * 1.1 if knows(x) else y
 
     for training in (True, False):
         with pytest.raises(ExtractionError, match="something else"):
