@@ -80,9 +80,7 @@ def _unrelated(graph: nx.DiGraph[str], machine: Machine) -> Problem:
     rng = np.random.default_rng(len(arrays))
     factor = np.exp(SPREAD * rng.standard_normal((machine.devices, len(arrays))))
     cost = arrays.costs_for(ANY_KIND)
-    arrays = replace(
-        arrays, cost_s={f"kind {d}": cost * factor[d] for d in range(machine.devices)}
-    )
+    arrays = replace(arrays, cost_s={f"kind {d}": cost * factor[d] for d in range(machine.devices)})
     return Problem.of(arrays, each_of_its_kind(machine.cluster(), "kind "))
 
 
@@ -95,7 +93,8 @@ def each_of_its_kind(cluster: Cluster, prefix: str) -> Cluster:
 def _inceptions(count: int) -> nx.DiGraph[str]:
     """Return networks that are trained side by side, with unequal batches."""
     graphs = [inception(batch=16 + 4 * k) for k in range(count)]
-    return nx.union_all(graphs, rename=[f"{k}." for k in range(count)])
+    together: nx.DiGraph[str] = nx.union_all(graphs, rename=[f"{k}." for k in range(count)])
+    return together
 
 
 def _layered(seed: int, ops: int, width: int, ratio: float) -> nx.DiGraph[str]:
@@ -220,7 +219,9 @@ def large_table(found: Mapping[str, Mapping[str, Any]], budgets: Sequence[Budget
     ]
     rows.append(("geometric mean", *(f"{mean:.3f}" for mean in means), ""))
     note = "step / best of {single device, HEFT, ETF}, and what no placement beats"
-    return Table("Search, large graphs", note, ("problem", *map(str, budgets), "bound"), tuple(rows))
+    return Table(
+        "Search, large graphs", note, ("problem", *map(str, budgets), "bound"), tuple(rows)
+    )
 
 
 def parts(effort: Effort) -> dict[str, Part]:

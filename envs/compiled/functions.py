@@ -112,9 +112,9 @@ def _keep_from_python(dispatcher: Any) -> None:
 
 
 def _compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    dispatcher = numba.njit(
-        nogil=True, no_cfunc_wrapper=True, error_model="numpy", **options
-    )(function)
+    dispatcher = numba.njit(nogil=True, no_cfunc_wrapper=True, error_model="numpy", **options)(
+        function
+    )
     if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
         _STAMPS[dispatcher] = _stamp(function)
         try:

@@ -19,9 +19,9 @@ class Planted:
 
     No placement on as many devices is faster than ``step_s``, because none of them is ever idle: on
     equal devices by their work, on unequal ones by the work at the devices' prices, see
-    :func:`planted`. It is reached if a transfer of ``largest_bytes`` takes at most ``gap_s``, transfers do not
-    queue, and devices have no launch overhead. Where transfers queue, it is reached if all of them
-    together take at most ``gap_s``: each waits for every other at most once.
+    :func:`planted`. It is reached if a transfer of ``largest_bytes`` takes at most ``gap_s``,
+    transfers do not queue, and devices have no launch overhead. Where transfers queue, it is
+    reached if all of them together take at most ``gap_s``: each waits for every other at most once.
     """
 
     graph: nx.DiGraph[str]

@@ -41,6 +41,14 @@ from placer.search.list_scheduler.partial_schedule import (
     release,
     reset,
 )
+from placer.search.list_scheduler.sight import (
+    BLIND,
+    DEVICE_SIGHT_COUNT,
+    SIGHT_COUNT,
+    Sight,
+    add_sight,
+    order_scores,
+)
 
 DEVICE_FEATURE_COUNT: Final = 14
 WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
@@ -72,20 +80,30 @@ def decode_batch(
     problem: SchedulingArrays,
     weights: NDArray[np.floating[Any]],
     schedule: PartialSchedule | None = None,
+    sight: Sight | None = None,
 ) -> tuple[Ints, Floats]:
     """Return devices (B, N) and priorities (B, N) decoded from ``weights`` (B, 21).
 
     Pass ``schedule``, scratch space for the problem, to avoid its allocation in repeated calls.
+    With ``sight``, rows end with the weights of its features: (B, 29).
     """
     rows = np.array(weights, np.float64, order="C")
-    if rows.ndim != 2 or rows.shape[1] != WEIGHT_COUNT:
-        raise ValueError(f"weights are of shape {rows.shape}, not (B, {WEIGHT_COUNT})")
+    width = WEIGHT_COUNT + (SIGHT_COUNT if sight is not None else 0)
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise ValueError(f"weights are of shape {rows.shape}, not (B, {width})")
     if not np.isfinite(rows).all():
         raise ValueError("weights are not all finite numbers")
-    orders = np.argsort(-_order_scores(problem, rows), axis=1, kind="stable")
+    scores = _order_scores(problem, rows)
+    if sight is None:
+        sight = BLIND
+        rows = np.concatenate([rows, np.zeros((len(rows), SIGHT_COUNT))], axis=1)
+    else:
+        scores += order_scores(sight, rows[:, WEIGHT_COUNT:])
+    orders = np.argsort(-scores, axis=1, kind="stable")
     devices = np.full(orders.shape, -1, np.int32)
     priority = np.zeros(orders.shape)
-    _decode(problem, schedule or empty_schedule(problem), orders, rows, devices, priority)
+    schedule = schedule or empty_schedule(problem)
+    _decode(problem, schedule, sight, orders, rows, devices, priority)
     return devices, priority
 
 
@@ -108,6 +126,7 @@ def soft_log1(x: float) -> float:
 def _decode(
     o: SchedulingArrays,
     schedule: PartialSchedule,
+    sight: Sight,
     orders: Longs,
     weights: Floats,
     devices: Ints,
@@ -115,19 +134,23 @@ def _decode(
 ) -> None:
     """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
     for row in range(len(orders)):
-        _decode_in_order(o, schedule, orders[row], weights[row], devices[row], priority[row])
+        _decode_in_order(o, schedule, sight, orders[row], weights[row], devices[row], priority[row])
 
 
 @compiled_inline
 def _decode_in_order(
     o: SchedulingArrays,
     schedule: PartialSchedule,
+    sight: Sight,
     order: Longs,
     weights: Floats,
     devices: Ints,
     priority: Floats,
 ) -> None:
-    u = weights[OP_FEATURE_COUNT:]
+    u, sighted = weights[OP_FEATURE_COUNT:WEIGHT_COUNT], weights[WEIGHT_COUNT:]
+    uses_sight = False
+    for k in range(DEVICE_SIGHT_COUNT):
+        uses_sight |= sighted[k] != 0.0
     count = len(devices)
     for k in range(count):
         schedule.rank[order[k]] = k
@@ -138,7 +161,10 @@ def _decode_in_order(
         size -= 1
         latest = gather_inputs(o, schedule, devices, v)
         best_tier = rank_devices(o, schedule, v)
-        chosen = _choose(o, schedule, devices, u, v, latest, best_tier)
+        _score(o, schedule, devices, u, v, latest, best_tier)
+        if uses_sight:
+            add_sight(o, schedule, sight, sighted, v, best_tier)
+        chosen = _choose(schedule, best_tier)
         devices[v] = chosen
         priority[v] = count - position
         if schedule.heaviest_home[v] >= 0:
@@ -164,7 +190,7 @@ def _place_rows(schedule: PartialSchedule, u: Floats) -> None:
 
 
 @compiled_inline
-def _choose(
+def _score(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     devices: Ints,
@@ -172,7 +198,7 @@ def _choose(
     v: int,
     latest: int,
     best_tier: int,
-) -> int:
+) -> None:
     row, value, place = schedule.row, schedule.value, schedule.place
     device_count = len(schedule.free)
     _fill_rows(o, schedule, u, v, best_tier)
@@ -202,13 +228,17 @@ def _choose(
         value[latest] += u[12]
     _add_rows(schedule, u, 13, 14)
 
+
+@compiled_inline
+def _choose(schedule: PartialSchedule, best_tier: int) -> int:
     chosen = -1
     best = -np.inf
-    for d in range(device_count):
+    for d in range(len(schedule.free)):
+        value = schedule.value[d]
         if schedule.tier[d] != best_tier:
             continue
-        if chosen < 0 or value[d] > best:  # choose a device even if all values are NaN or -inf
-            best = value[d]
+        if chosen < 0 or value > best:  # choose a device even if all values are NaN or -inf
+            best = value
             chosen = d
     return chosen
 
