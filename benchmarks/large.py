@@ -26,7 +26,7 @@ from benchmarks.tables import Table, spread
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.simulator.bounds import pace_ns
-from graphs.graph import ANY_KIND, GraphArrays
+from graphs.graph import ANY_KIND, GraphArrays, new_graph
 from graphs.synthetic import sketches
 from graphs.synthetic.inception import inception
 from graphs.synthetic.planted import Planted, planted
@@ -92,8 +92,10 @@ def each_of_its_kind(cluster: Cluster, prefix: str) -> Cluster:
 
 def _inceptions(count: int) -> nx.DiGraph[str]:
     """Return networks that are trained side by side, with unequal batches."""
-    graphs = [inception(batch=16 + 4 * k) for k in range(count)]
-    together: nx.DiGraph[str] = nx.union_all(graphs, rename=[f"{k}." for k in range(count)])
+    together = new_graph("inceptions")
+    for k in range(count):
+        graph = inception(batch=16 + 4 * k)
+        together.update(nx.relabel_nodes(graph, {node: f"{k}.{node}" for node in graph}))
     return together
 
 
