@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from benchmarks import (
     extraction,
+    large,
     max_load,
     quality,
     search,
@@ -46,6 +47,7 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "simulator": simulator,
     "quality": quality,
     "search": search,
+    "large": large,
     "max_load": max_load,
     "hosts": hosts,
     "sets": sets,

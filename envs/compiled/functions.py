@@ -80,6 +80,7 @@ def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
     """
     dispatcher = numba.njit(
         nogil=True,
+        error_model="numpy",
         _nrt=False,
         forceinline=True,
         no_cpython_wrapper=True,
@@ -111,7 +112,9 @@ def _keep_from_python(dispatcher: Any) -> None:
 
 
 def _compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    dispatcher = numba.njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+    dispatcher = numba.njit(nogil=True, no_cfunc_wrapper=True, error_model="numpy", **options)(
+        function
+    )
     if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
         _STAMPS[dispatcher] = _stamp(function)
         try:

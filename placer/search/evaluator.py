@@ -23,8 +23,9 @@ from envs.simulator import (
 )
 from placer.search.candidate import Candidate, Kind
 from placer.search.list_scheduler.arrays import SchedulingArrays, scheduling_arrays
-from placer.search.list_scheduler.decoder import decode_batch
+from placer.search.list_scheduler.decoder import WEIGHT_COUNT, decode_batch
 from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule
+from placer.search.list_scheduler.sight import Sight, see, sight_of
 
 
 class Evaluator:
@@ -75,9 +76,24 @@ class Evaluator:
             first = len(costs) if beyond < 0 else first + beyond + 1
         return costs
 
+    @cached_property
+    def sight(self) -> Sight:
+        """What decodes see of a plan; of none before :meth:`look_at` is called."""
+        return sight_of(self.problem, self.scheduling)
+
+    def look_at(self, plan: Candidate) -> None:
+        """Show a feasible plan to the following decodes; this costs an evaluation."""
+        self.costs(plan.devices[None], plan.priority[None])
+        start_ns = self.work.start_ns[: len(plan.devices)].astype(np.float64)
+        see(self.sight, self.scheduling, plan.devices, start_ns)
+
     def decode(self, weights: NDArray[np.floating[Any]]) -> tuple[Ints, Floats, Longs]:
-        """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,)."""
-        devices, priority = decode_batch(self.scheduling, weights, self._schedule)
+        """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,).
+
+        With 29 weights, the last are those of the sight.
+        """
+        sight = self.sight if weights.shape[1] > WEIGHT_COUNT else None
+        devices, priority = decode_batch(self.scheduling, weights, self._schedule, sight)
         return devices, priority, self.costs(devices, priority)
 
     def candidate(

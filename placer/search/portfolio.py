@@ -1,7 +1,8 @@
 """Default search: heuristics, then the policy, then evolution and annealing; and parts of it alone.
 
-Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes;
-annealing moves single ops and is better at the end. The best of all is kept, so the result is never
+Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes, the
+second half of them in sight of the best so far, see :mod:`placer.search.list_scheduler.sight`.
+Annealing moves single ops and is better at the end. The best of all is kept, so the result is never
 worse than the heuristics.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from envs.placement import OBJECTIVES
 from envs.problem import Floats, Longs
+from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import lower_bound_ns
 from placer.search.annealing.max_load import minimize_max_load
 from placer.search.annealing.run import anneal
@@ -31,6 +33,7 @@ from placer.search.evaluator import Evaluator
 from placer.search.evolution import POPULATION, SIGMA, Evolution
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
+from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
 from placer.search.request import MAX_LOAD, SearchRequest
 from placer.search.sampling import BudgetedEvaluator, Sampling
 
@@ -44,6 +47,9 @@ others."""
 EVOLUTION_SHARE: Final = 0.6
 """Evolution stops at this share of the budget, or after EVOLUTION_DECODES; annealing follows."""
 EVOLUTION_DECODES: Final = 1500
+BLIND_SHARE: Final = 0.3
+"""Until this share of the budget, or half of the decodes, evolution sees no plan."""
+SIGHT_SIGMA: Final = 0.3
 LEAST_SPREAD: Final = 1e-3
 SENDERS: Final = 0.3
 """Share of annealing moves for ops that may delay the transfers of the critical chain."""
@@ -111,17 +117,55 @@ class _Search:
         self._note("heuristics", ranked(self.known)[0].step_ns)
 
     def evolve(self, policy: Proposer | None) -> None:
-        """Evolve weights from the policy's best ones, or from those of HEFT."""
+        """Evolve weights from the policy's best ones or HEFT's, then in sight of the best plan."""
         weights, spread = (HEFT, None) if policy is None else self._proposed(policy)
+        best = np.concatenate([weights, np.zeros(SIGHT_COUNT)])
+        used = np.arange(WEIGHT_COUNT)
+        if not self.evaluator.sight.equal_devices:
+            used = np.concatenate([used, WEIGHT_COUNT + ADVANTAGES])
+        if spread is not None:
+            mean = np.exp(np.log(spread).mean())
+            spread = np.concatenate([spread, np.full(len(used) - WEIGHT_COUNT, mean)])
+        first, second = self.seeds[1], self.seeds[1] + 1
         evolution = Evolution(
-            weights, sigma=SIGMA, spread=spread, seed=self.seeds[1], population=POPULATION
+            best[used], sigma=SIGMA, spread=spread, seed=first, population=POPULATION
         )
-        for _ in range(EVOLUTION_DECODES // POPULATION):
-            rows = evolution.ask()
-            costs = self._decode(Kind.EVOLUTION, rows, EVOLUTION_SHARE)
+        best = self._evolve(evolution, best, used, BLIND_SHARE)
+
+        best[WEIGHT_COUNT:] += REPEATING
+        used = np.concatenate([used, WEIGHT_COUNT + OF_PLAN])
+        evolution = Evolution(best[used], sigma=SIGHT_SIGMA, seed=second, population=POPULATION)
+        self._evolve(evolution, best, used, EVOLUTION_SHARE, in_sight=True)
+
+    def _evolve(
+        self,
+        evolution: Evolution,
+        weights: Floats,
+        used: Longs,
+        share: float,
+        *,
+        in_sight: bool = False,
+    ) -> Floats:
+        """Evolve the ``used`` ones of the weights (29,) and return the best weights.
+
+        If they are ``in_sight`` of a plan, it is the best so far, renewed after every generation.
+        """
+        best, least, seen = weights.copy(), INFEASIBLE_NS, None
+        for _ in range(EVOLUTION_DECODES // 2 // POPULATION):
+            plan = ranked(self.new + self.known)[0]
+            if in_sight and plan is not seen and plan.step_ns < INFEASIBLE_NS:
+                self.evaluator.look_at(plan)
+                self.meter.spend(1)
+                seen = plan
+            rows = np.repeat(weights[None], POPULATION, axis=0)
+            rows[:, used] = evolution.ask()
+            costs = self._decode(Kind.EVOLUTION, rows, share)
             if len(costs) < len(rows):
                 break
-            evolution.tell(rows, costs)
+            evolution.tell(rows[:, used], costs)
+            if costs.min() < least:
+                best, least = rows[costs.argmin()].copy(), int(costs.min())
+        return best
 
     def _proposed(self, policy: Proposer) -> tuple[Floats, Floats]:
         """Decode the proposals, then samples around the best; return the best weights, spreads."""
@@ -135,12 +179,16 @@ class _Search:
         spread = np.maximum(SAMPLE_SPREAD * deviations[first], SIGMA)
         rows = (means[first] + spread * normal).round(9)
         sampled = self._decode(Kind.POLICY, rows, SAMPLE_SHARE)
+        best = means[first]
         if len(sampled) and sampled.min() < costs[first]:
-            return rows[int(sampled.argmin())], spreads[first]
-        return means[first], spreads[first]
+            best = rows[int(sampled.argmin())]
+        [heft] = [c.step_ns for c in self.known if c.kind is Kind.HEFT]
+        if heft < min(costs.min(), sampled.min(initial=INFEASIBLE_NS)):
+            best = HEFT  # the policy errs on such graphs
+        return best, spreads[first]
 
     def _decode(self, kind: Kind, rows: Floats, share: float) -> Longs:
-        """Return costs of weights (B, 21), of fewer if ``share`` of the budget is spent first."""
+        """Return costs of weights (B, 21 or 29), of fewer if ``share`` of the budget is spent."""
         costs: list[int] = []
         best: Candidate | None = None
         while len(costs) < len(rows) and not self.meter.over(share):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from benchmarks import (
     extraction,
     instances,
+    large,
     max_load,
     quality,
     search,
@@ -36,7 +38,7 @@ from benchmarks.tables import BEGIN, END, Table, merged, write_tables
 from envs.hardware import torch_devices
 from envs.problem import Problem
 from envs.simulator import Simulator
-from envs.simulator.bounds import lower_bound_ns
+from envs.simulator.bounds import lower_bound_ns, pace_ns
 from graphs.graph import GraphArrays
 from graphs.synthetic.shapes import layered
 from placer.policies import load
@@ -216,6 +218,30 @@ def test_planted_problems_reach_their_optimum_and_nothing_known_passes_it() -> N
         assert min(plan.step_ns for plan in item.known) >= optimum_ns
     gaps = quality.planted_gaps(Portfolio(), Budget(evaluations=20), seeds=1, count=2)
     assert all(gap >= -1e-6 for of_seeds in gaps.values() for gap in of_seeds)
+
+
+def test_planted_problems_of_unequal_devices_reach_their_optimum() -> None:
+    for item, made in large.planted_unequal(3):
+        optimum_ns = round(1e9 * made.step_s)
+        order = np.arange(len(made.devices), 0, -1.0)
+        planted_ns = item.evaluator.costs(np.array([made.devices], np.int32), order[None])[0]
+        assert planted_ns == pytest.approx(optimum_ns, rel=1e-6)
+        assert pace_ns(item.evaluator.problem) <= planted_ns
+        assert min(plan.step_ns for plan in item.known) >= optimum_ns * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("kinds", ["e", "u", "x"])
+def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> None:
+    small = replace(large.LARGE[-1], make=partial(large._layered, 1, 60, 4, 0.5), kinds=kinds)
+    budgets = [Budget(evaluations=30)]
+    [(name, scores)] = large.large_scores(Portfolio(), [small], budgets, 2).items()
+    assert name == f"transformer, 60, 8{kinds}"
+    assert 0 < 1 / scores["reference / bound"] <= min(scores["30e"]) <= 1
+    costs = small.problem().cost_ns
+    distinct = {"e": 1, "u": 2, "x": 8}[kinds]
+    assert len(np.unique(costs, axis=1).T) == distinct
+    [*_, mean] = large.large_table({name: scores}, budgets).rows
+    assert mean[0] == "geometric mean"
 
 
 def test_searches_are_compared_problem_by_problem(inception: Exercise) -> None:

@@ -41,12 +41,22 @@ from placer.search.list_scheduler.partial_schedule import (
     release,
     reset,
 )
+from placer.search.list_scheduler.sight import (
+    BLIND,
+    DEVICE_SIGHT_COUNT,
+    SIGHT_COUNT,
+    Sight,
+    add_sight,
+    order_scores,
+)
 
 DEVICE_FEATURE_COUNT: Final = 14
 WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
 MOST_CONSUMERS: Final = 6
 MOST_SIBLINGS: Final = 8
 FARTHEST_FINISH: Final = 10.0
+LOGARITHMIC: Final = (0, 2, 3, 5, 6, 7, 9, 10, 13)
+"""Device features with a soft logarithm: all but the last are times."""
 
 
 def _heft() -> Floats:
@@ -70,20 +80,30 @@ def decode_batch(
     problem: SchedulingArrays,
     weights: NDArray[np.floating[Any]],
     schedule: PartialSchedule | None = None,
+    sight: Sight | None = None,
 ) -> tuple[Ints, Floats]:
     """Return devices (B, N) and priorities (B, N) decoded from ``weights`` (B, 21).
 
     Pass ``schedule``, scratch space for the problem, to avoid its allocation in repeated calls.
+    With ``sight``, rows end with the weights of its features: (B, 29).
     """
     rows = np.array(weights, np.float64, order="C")
-    if rows.ndim != 2 or rows.shape[1] != WEIGHT_COUNT:
-        raise ValueError(f"weights are of shape {rows.shape}, not (B, {WEIGHT_COUNT})")
+    width = WEIGHT_COUNT + (SIGHT_COUNT if sight is not None else 0)
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise ValueError(f"weights are of shape {rows.shape}, not (B, {width})")
     if not np.isfinite(rows).all():
         raise ValueError("weights are not all finite numbers")
-    orders = np.argsort(-_order_scores(problem, rows), axis=1, kind="stable")
+    scores = _order_scores(problem, rows)
+    if sight is None:
+        sight = BLIND
+        rows = np.concatenate([rows, np.zeros((len(rows), SIGHT_COUNT))], axis=1)
+    else:
+        scores += order_scores(sight, rows[:, WEIGHT_COUNT:])
+    orders = np.argsort(-scores, axis=1, kind="stable")
     devices = np.full(orders.shape, -1, np.int32)
     priority = np.zeros(orders.shape)
-    _decode(problem, schedule or empty_schedule(problem), orders, rows, devices, priority)
+    schedule = schedule or empty_schedule(problem)
+    _decode(problem, schedule, sight, orders, rows, devices, priority)
     return devices, priority
 
 
@@ -106,6 +126,7 @@ def soft_log1(x: float) -> float:
 def _decode(
     o: SchedulingArrays,
     schedule: PartialSchedule,
+    sight: Sight,
     orders: Longs,
     weights: Floats,
     devices: Ints,
@@ -113,29 +134,37 @@ def _decode(
 ) -> None:
     """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
     for row in range(len(orders)):
-        _decode_in_order(o, schedule, orders[row], weights[row], devices[row], priority[row])
+        _decode_in_order(o, schedule, sight, orders[row], weights[row], devices[row], priority[row])
 
 
 @compiled_inline
 def _decode_in_order(
     o: SchedulingArrays,
     schedule: PartialSchedule,
+    sight: Sight,
     order: Longs,
     weights: Floats,
     devices: Ints,
     priority: Floats,
 ) -> None:
-    u = weights[OP_FEATURE_COUNT:]
+    u, sighted = weights[OP_FEATURE_COUNT:WEIGHT_COUNT], weights[WEIGHT_COUNT:]
+    uses_sight = False
+    for k in range(DEVICE_SIGHT_COUNT):
+        uses_sight |= sighted[k] != 0.0
     count = len(devices)
     for k in range(count):
         schedule.rank[order[k]] = k
     size = reset(o, schedule)
+    _place_rows(schedule, u)
     for position in range(count):
         v = order[pop(schedule.heap, size)]
         size -= 1
         latest = gather_inputs(o, schedule, devices, v)
         best_tier = rank_devices(o, schedule, v)
-        chosen = _choose(o, schedule, devices, u, v, latest, best_tier)
+        _score(o, schedule, devices, u, v, latest, best_tier)
+        if uses_sight:
+            add_sight(o, schedule, sight, sighted, v, best_tier)
+        chosen = _choose(schedule, best_tier)
         devices[v] = chosen
         priority[v] = count - position
         if schedule.heaviest_home[v] >= 0:
@@ -151,7 +180,17 @@ def _decode_in_order(
 
 
 @compiled_inline
-def _choose(
+def _place_rows(schedule: PartialSchedule, u: Floats) -> None:
+    """Give every feature with a weight a row, those with a soft logarithm first."""
+    count = 0
+    for f in LOGARITHMIC:
+        schedule.place[f] = count if u[f] != 0.0 else -1
+        count += u[f] != 0.0
+    schedule.place[DEVICE_FEATURE_COUNT] = count
+
+
+@compiled_inline
+def _score(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     devices: Ints,
@@ -159,66 +198,122 @@ def _choose(
     v: int,
     latest: int,
     best_tier: int,
-) -> int:
+) -> None:
+    row, value, place = schedule.row, schedule.value, schedule.place
     device_count = len(schedule.free)
+    _fill_rows(o, schedule, u, v, best_tier)
+    scale, end = o.scale, place[DEVICE_FEATURE_COUNT] * device_count
+    for k in range(end if place[13] < 0 else place[13] * device_count):
+        row[k] /= scale
+    for k in range(end):  # several at once, as a vector
+        row[k] = soft_log1(row[k])
+    _add_rows(schedule, u, 0, 4)
+    if u[4] != 0.0:
+        total = 0.0
+        for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+            total += o.edge_ns[e]
+        if total > 0.0:
+            for d in range(device_count):
+                value[d] += u[4] * schedule.have[d] / total
+    _add_rows(schedule, u, 5, 8)
+    if u[8] != 0.0:
+        total = _siblings(o, v, devices, schedule.sibling)
+        if total > 0.0:
+            for d in range(device_count):
+                value[d] += u[8] * schedule.sibling[d] / total
+    _add_rows(schedule, u, 9, 11)
+    if schedule.heaviest_home[v] >= 0:
+        value[schedule.heaviest_home[v]] += u[11]
+    if latest >= 0:
+        value[latest] += u[12]
+    _add_rows(schedule, u, 13, 14)
+
+
+@compiled_inline
+def _choose(schedule: PartialSchedule, best_tier: int) -> int:
+    chosen = -1
+    best = -np.inf
+    for d in range(len(schedule.free)):
+        value = schedule.value[d]
+        if schedule.tier[d] != best_tier:
+            continue
+        if chosen < 0 or value > best:  # choose a device even if all values are NaN or -inf
+            best = value
+            chosen = d
+    return chosen
+
+
+@compiled_inline
+def _add_rows(schedule: PartialSchedule, u: Floats, first: int, end: int) -> None:
+    row, value, device_count = schedule.row, schedule.value, len(schedule.free)
+    for f in range(first, end):
+        at = schedule.place[f] * device_count
+        if at >= 0:
+            weight = u[f]
+            for d in range(device_count):
+                value[d] += weight * row[at + d]
+
+
+@compiled_inline
+def _fill_rows(
+    o: SchedulingArrays, schedule: PartialSchedule, u: Floats, v: int, best_tier: int
+) -> None:
+    """Fill the rows of features with a soft logarithm, and start the values with feature 1."""
+    free, data, load = schedule.free, schedule.data, schedule.load
+    begin, row, place = schedule.begin, schedule.row, schedule.place
+    device_count = len(free)
     least_start = np.inf
     least_finish = np.inf
     least_free = np.inf
     least_load = np.inf
     for d in range(device_count):
+        begin[d] = max(free[d], data[d])
         if schedule.tier[d] == best_tier:
-            begin = max(schedule.free[d], schedule.data[d])
-            least_start = min(least_start, begin)
-            least_finish = min(least_finish, begin + o.cost[v, d])
-            least_free = min(least_free, schedule.free[d])
-            least_load = min(least_load, schedule.load[d])
-    total_in = 0.0
-    for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
-        total_in += o.edge_ns[e]
-    total_sibling = 0.0
-    if u[8] != 0.0:
-        total_sibling = _siblings(o, v, devices, schedule.sibling)
-
-    chosen = -1
-    best = -np.inf
+            least_start = min(least_start, begin[d])
+            least_finish = min(least_finish, begin[d] + o.cost[v, d])
+            least_free = min(least_free, free[d])
+            least_load = min(least_load, load[d])
+    scale, weight = o.scale, u[1]
     for d in range(device_count):
-        if schedule.tier[d] != best_tier:
-            continue
-        free, data = schedule.free[d], schedule.data[d]
-        begin = max(free, data)
-        regret = (begin + o.cost[v, d] - least_finish) / o.scale
-        value = u[1] * min(regret, FARTHEST_FINISH)
-        if u[0] != 0.0:
-            value += u[0] * soft_log1(regret)
-        if u[2] != 0.0:
-            value += u[2] * soft_log1((begin - least_start) / o.scale)
-        if u[3] != 0.0:
-            value += u[3] * soft_log1((free - least_free) / o.scale)
-        if u[4] != 0.0 and total_in > 0.0:
-            value += u[4] * schedule.have[d] / total_in
-        if u[5] != 0.0:
-            value += u[5] * soft_log1(schedule.bring[d] / o.scale)
-        if u[6] != 0.0 and data > free:
-            value += u[6] * soft_log1((data - free) / o.scale)
-        if u[7] != 0.0 and free > data:
-            value += u[7] * soft_log1((free - data) / o.scale)
-        if total_sibling > 0.0:
-            value += u[8] * schedule.sibling[d] / total_sibling
-        if u[9] != 0.0:
-            value += u[9] * soft_log1((schedule.load[d] - least_load) / o.scale)
-        q = o.out_queue[d]
-        if u[10] != 0.0 and q >= 0 and schedule.queue_free[q] > begin:
-            value += u[10] * soft_log1((schedule.queue_free[q] - begin) / o.scale)
-        if d == schedule.heaviest_home[v]:
-            value += u[11]
-        if d == latest:
-            value += u[12]
-        if u[13] != 0.0:
-            value += u[13] * soft_log1(schedule.crowd[d])
-        if chosen < 0 or value > best:  # choose a device even if all values are NaN or -inf
-            best = value
-            chosen = d
-    return chosen
+        regret = (begin[d] + o.cost[v, d] - least_finish) / scale
+        schedule.value[d] = weight * min(regret, FARTHEST_FINISH)
+    if place[0] >= 0:
+        at = place[0] * device_count
+        for d in range(device_count):
+            row[at + d] = begin[d] + o.cost[v, d] - least_finish
+    if place[2] >= 0:
+        at = place[2] * device_count
+        for d in range(device_count):
+            row[at + d] = begin[d] - least_start
+    if place[3] >= 0:
+        at = place[3] * device_count
+        for d in range(device_count):
+            row[at + d] = free[d] - least_free
+    if place[5] >= 0:
+        at = place[5] * device_count
+        for d in range(device_count):
+            row[at + d] = schedule.bring[d]
+    if place[6] >= 0:
+        at = place[6] * device_count
+        for d in range(device_count):
+            row[at + d] = max(data[d] - free[d], 0.0)
+    if place[7] >= 0:
+        at = place[7] * device_count
+        for d in range(device_count):
+            row[at + d] = max(free[d] - data[d], 0.0)
+    if place[9] >= 0:
+        at = place[9] * device_count
+        for d in range(device_count):
+            row[at + d] = load[d] - least_load
+    if place[10] >= 0:
+        at = place[10] * device_count
+        for d in range(device_count):
+            q = o.out_queue[d]
+            row[at + d] = max(schedule.queue_free[q] - begin[d], 0.0) if q >= 0 else 0.0
+    if place[13] >= 0:
+        at = place[13] * device_count
+        for d in range(device_count):
+            row[at + d] = schedule.crowd[d]
 
 
 @compiled_inline

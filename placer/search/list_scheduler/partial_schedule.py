@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from envs.compiled import by_pointer, compiled_inline, int64
 from envs.problem import Bools, Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import SchedulingArrays
+
+MOST_ROWS: Final = 14
+"""Device features of a decoder."""
 
 
 @by_pointer
@@ -37,13 +40,17 @@ class PartialSchedule(NamedTuple):
     reach: Bools
     sibling: Floats
     tier: Longs
+    begin: Floats  # when the op could start, ns
+    value: Floats  # score of the device
+    row: Floats  # features by row, one value per device
+    place: Longs  # row of each feature, -1 for none, and the number of rows
 
 
 def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
     """Allocate scratch space for decodes of a problem."""
     count, devices = problem.cost.shape
     of_devices = ("free", "load", "resident", "active", "peak", "crowd")
-    of_inputs = ("data", "bring", "bring_bytes", "have", "sibling")
+    of_op = ("data", "bring", "bring_bytes", "have", "sibling", "begin", "value")
     return PartialSchedule(
         rank=np.zeros(count, np.int64),
         heap=np.zeros(count, np.int64),
@@ -56,7 +63,9 @@ def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
         queue_free=np.zeros(problem.queue_count),
         reach=np.zeros(devices, np.bool_),
         tier=np.zeros(devices, np.int64),
-        **{name: np.zeros(devices) for name in (*of_devices, *of_inputs)},
+        row=np.zeros(MOST_ROWS * devices),
+        place=np.full(MOST_ROWS + 1, -1, np.int64),
+        **{name: np.zeros(devices) for name in (*of_devices, *of_op)},
     )
 
 

@@ -237,6 +237,24 @@ def test_planted_placement_leaves_no_device_idle(
     assert arrays.output_bytes.max() <= made.largest_bytes
 
 
+@given(seed=SEEDS, premium=st.sampled_from([0.0, 0.7]), devices=st.integers(1, 4))
+@settings(max_examples=20)
+def test_at_the_prices_of_unequal_devices_no_device_of_a_planted_placement_is_idle(
+    seed: int, premium: float, devices: int
+) -> None:
+    prices = rng(seed).uniform(1.0, 3.0, devices).tolist()
+    made = planted(rng(seed), devices=devices, prices=prices, premium=premium, recent=3)
+    arrays = GraphArrays.from_graph(made.graph)
+    cost_s = np.stack([arrays.costs_for(f"device:{d}") for d in range(devices)], axis=1)
+    ops, home = np.arange(len(arrays)), np.array(made.devices)
+    load_s = np.bincount(home, cost_s[ops, home])
+    assert load_s == pytest.approx([made.step_s] * devices)
+    # No device is cheaper at these prices, so the loads of no placement are all shorter.
+    priced = cost_s * prices
+    assert (priced[ops, home] <= priced.min(axis=1) * (1 + 1e-9)).all()
+    assert (np.diff(arrays.predecessor_start) <= 3).all()
+
+
 def test_every_cell_is_wired_alike_and_only_its_costs_vary_a_little() -> None:
     graph = cells(rng(), repeats=5, nodes=6, weights=Weights(spread=1.0))
     assert len(graph) == 1 + 5 * 7
