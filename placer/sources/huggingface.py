@@ -166,8 +166,8 @@ def made_up(model: nn.Module, *, training: bool) -> Workload:
             f"{type(model).__name__} is no model of transformers, whose inputs could be made up: "
             "give example inputs"
         )
-    longest = _longest(config) or SEQUENCE
-    request = Request(str(config.model_type), sequence=min(SEQUENCE, longest))
+    sequence = min(SEQUENCE, _longest(config) or SEQUENCE)
+    request = Request(str(config.model_type), sequence=sequence)
     with torch.random.fork_rng(devices=[]), _refusing(request):
         torch.manual_seed(SEED)
         step = _step(model, request, training=training)
@@ -205,15 +205,12 @@ def _step(model: Any, request: Request, *, training: bool) -> Workload:
 
 def _labels(model: Any, tokens: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Return random labels as the head of a model takes them, which its class tells."""
-    config, (batch, sequence) = model.config, tokens
-    name = type(model).__name__
-    if name.endswith("ForQuestionAnswering"):
-        places = torch.randint(sequence, (2, batch))
-        return {"start_positions": places[0], "end_positions": places[1]}
-    if name.endswith("ForSequenceClassification"):
-        return {"labels": torch.randint(config.num_labels, (batch,))}
-    classes = config.num_labels if name.endswith("ForTokenClassification") else config.vocab_size
-    return {"labels": torch.randint(classes, tokens)}
+    config, head = model.config, type(model).__name__.partition("For")[2]
+    if head == "QuestionAnswering":
+        start, end = torch.randint(tokens[1], (2, tokens[0]))
+        return {"start_positions": start, "end_positions": end}
+    classes = config.num_labels if head.endswith("Classification") else config.vocab_size
+    return {"labels": torch.randint(classes, tokens[: 1 + (head != "SequenceClassification")])}
 
 
 def _image_size(config: Any) -> tuple[int, int]:
