@@ -8,13 +8,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 
 from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here, is_local_core_set
+from envs.hardware.units import human_bytes
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import costed, runtime_for
@@ -29,6 +30,10 @@ from placer.warm_start import placement_of
 if TYPE_CHECKING:
     from envs.runtime import Runtime
     from graphs.extract import Extraction
+
+
+MENTIONED_SHARE: Final = 0.1
+"""Share of a limit of memory that is mentioned where workers hold it themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +103,27 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     if simulates and all(map(is_here, cluster.names)) and not cluster.links:
         progress.stage("Calibrating devices")
         cluster = calibrated(cluster)
+    planned = runtime.planned(cluster)
+    progress.remark(_held_by_workers(cluster, planned) if job.constraints.memory else "")
     progress.stage("Measuring op costs")
     return CostedStep(
         graph=costed(runtime, graph, cluster, progress=counter(progress)),
-        cluster=runtime.planned(cluster),
+        cluster=planned,
         warm_start=warm_start,
         extraction=extraction,
         runtime=runtime,
     )
+
+
+def _held_by_workers(given: Cluster, planned: Cluster) -> str:
+    """Return how much of a limit of memory the workers hold themselves, "" if it is little."""
+    devices = zip(given.devices, planned.devices, strict=True)
+    sizes = [(one.name, one.memory_bytes, other.memory_bytes) for one, other in devices]
+    name, limit, room = min(sizes, key=lambda size: size[2] / max(size[1], 1))
+    if room > (1 - MENTIONED_SHARE) * limit:
+        return ""
+    held, left = human_bytes(limit - room), human_bytes(room)
+    return f"The worker of {name} holds {held} before its first op, and ops may use {left}."
 
 
 def _check_no_op_is_placed(job: Job, refusal: str) -> None:

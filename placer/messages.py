@@ -192,8 +192,7 @@ def no_placement(candidates: Sequence[Candidate]) -> str:
     nearest = min(short, key=lambda each: each.prediction.missing_bytes if each.prediction else 0)
     return (
         "No placement that was found within the budget keeps to memory. "
-        f"{nearest.name} misses by least: {nearest.why} A longer --budget or --placer "
-        "portfolio may find one that fits."
+        f"{nearest.name} misses by least: {nearest.why} A longer --budget may find one that fits."
     )
 
 

@@ -25,6 +25,7 @@ import placer
 from envs.core_runtime.runtime import CoreRuntime, rounds_for
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import present
+from envs.hardware.units import human_bytes
 from envs.placement import Placement
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
 from envs.simulator.schedule import repeats, run_order
@@ -187,6 +188,28 @@ def test_a_placement_on_one_set_of_cores_is_the_model_as_it_is(tmp_path: Path) -
 
 
 @two_cores
+class Remarks(Silent):
+    """Keeps what was remarked."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def remark(self, text: str) -> None:
+        self.texts += [text] if text else []
+
+
+@pytest.mark.parametrize(("memory", "is_said"), [({}, False), (15, True), (4000, False)])
+def test_what_workers_hold_of_a_limit_of_memory_is_said(memory: Any, is_said: bool) -> None:
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    limits = {core: f"{memory}MB"} if memory else {}
+    job = Job.of(tiny_models.conv_net(), core, constraints=placer.Constraints(memory=limits))
+    remarks = Remarks()
+    room = costed_step(job, remarks).cluster.devices[0].memory_bytes
+    said = [text for text in remarks.texts if f"The worker of {core} holds" in text]
+    assert len(said) == is_said
+    assert all(f"ops may use {human_bytes(room)}" in text for text in said)
+
+
 def test_the_unplaced_model_is_a_candidate_unless_pins_forbid_it_or_nothing_is_run() -> None:
     job = Job.of(tiny_models.conv_net(), "core:0,core:1", search=SearchConfig(measure=False))
     step = costed_step(job, Silent())
