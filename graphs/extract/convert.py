@@ -44,7 +44,8 @@ class Traced:
     the traced module's paths have before the model's own. ``outputs`` is what the step returns,
     with a Position in place of every tensor. ``depends_on_data`` are the lines of the model that
     read tensor values on which the graph depends, ``unchecked`` those that only check or report
-    values, which the graph leaves out. ``exported`` is the forward pass before it was lowered, if
+    values, which the graph leaves out. ``steering`` are tensors of the model, neither state nor
+    inputs, whose values were read. ``exported`` is the forward pass before it was lowered, if
     it was exported; nodes of ``graph`` are tagged with the calls in it that they stem from.
     """
 
@@ -56,6 +57,7 @@ class Traced:
     outputs: Any
     depends_on_data: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    steering: tuple[torch.Tensor, ...] = ()
     exported: fx.GraphModule | None = None
 
 

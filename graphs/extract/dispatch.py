@@ -50,17 +50,25 @@ from graphs.extract.model_state import (
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.reads.checks import is_decided, running_check
-from graphs.extract.reads.known_values import decided_value, drawn_from
+from graphs.extract.reads.known_values import (
+    OF_TORCH,
+    decided_value,
+    deciding_inputs,
+    drawn_from,
+)
 from graphs.extract.value_reads import readable
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
-READ_ARGUMENTS: Final = {"aten::_ctc_loss": (2, 3), SELECTS: (1,), "aten::masked_select": (1,)}
+PACKS: Final = "aten::_pack_padded_sequence"  # which torch does not tag
+SELECTS_MASKED: Final = "aten::masked_select"
+READ_ARGUMENTS: Final = {
+    "aten::_ctc_loss": (2, 3),
+    **dict.fromkeys((SELECTS, SELECTS_MASKED, PACKS), (1,)),
+}
 """Positions of the arguments whose values decide the size of a result, where not all do."""
-ONLY_SHAPES: Final = ("_like", "aten::new_")
-"""In names of ops that use only the shape of their input, not its values."""
 
 
 def record(step: Workload) -> Traced:
@@ -92,6 +100,7 @@ class _Recording:
             module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
         graph = module.graph
         lines, unchecked = lines_that_read(graph, "reads_values"), lines_that_read(graph, "checks")
+        steering = _steering(module)
         drop_unread(graph)  # as values for Python
         placeholders = graph.find_nodes(op="placeholder")
         for node, tensor in zip(placeholders, self.tensors, strict=True):
@@ -108,6 +117,7 @@ class _Recording:
             outputs=self.outputs,
             depends_on_data=lines,
             unchecked=unchecked,
+            steering=steering,
         )
 
     def computed(self) -> Results:
@@ -326,7 +336,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 
 def _reads_values(func: Any, args: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or not READS_VALUES & set(func.tags):
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    if func._schema.name == PACKS:
+        return True
+    if not READS_VALUES & set(func.tags):
         return False
     if func._schema.name != SELECTS:
         return True
@@ -352,10 +366,9 @@ def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
         if node.op == "placeholder":
             from_data.add(node)
         elif isinstance(node.target, torch._ops.OpOverload):
-            name = node.target._schema.name
             random = torch.Tag.nondeterministic_seeded in node.target.tags
-            reads = not from_data.isdisjoint(node.all_input_nodes)
-            of_data = random or (reads and not any(part in name for part in ONLY_SHAPES))
+            random |= node.target.namespace not in OF_TORCH  # it may draw, too
+            of_data = random or not from_data.isdisjoint(deciding_inputs(node))
             if of_data and decided_value(node) is None:
                 from_data.add(node)
             if mark in node.meta and not from_data.isdisjoint(_read_nodes(node)):
@@ -363,6 +376,20 @@ def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
         elif not from_data.isdisjoint(node.all_input_nodes):
             from_data.add(node)
     return tuple(lines)
+
+
+def _steering(module: fx.GraphModule) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that are neither state nor inputs, and that decide what is read."""
+    queue = [node for node in module.graph.nodes if "reads_values" in node.meta]
+    seen = set(queue)
+    while queue:
+        new = set(queue.pop().all_input_nodes) - seen
+        seen |= new
+        queue += new
+    held = constants_of(module)
+    return tuple(
+        source.tensor for node, source in held.items() if node in seen and source.tensor is not None
+    )
 
 
 def _read_nodes(node: fx.Node) -> list[fx.Node]:

@@ -315,7 +315,8 @@ def _of_trace(
         program, facts = with_optimizer(program, facts, step.optimizer)
     forward, call_of, no_forward = _forward(step, traced, program, facts)
     held = (*program.sources, *(forward.sources if forward is not None else ()))
-    constants.hold(source.tensor for source in held if source.tensor is not None)
+    tensors = [source.tensor for source in held if source.tensor is not None]
+    constants.hold([*tensors, *traced.steering])
     return Extraction(
         step=step,
         graph=build_graph(program, facts, name),

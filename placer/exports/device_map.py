@@ -38,6 +38,11 @@ OFFLOADED: Final = (
     "every step; with the main device cpu it computes on the CPU"
 )
 
+ON_ONE: Final = (
+    "accelerate runs modules one after the other, so all on one device is fastest in a device_map; "
+    "placer.apply keeps the placement's gain"
+)
+
 
 def device_map(placed: PlacedModules) -> FormatOutput:
     """Return a device map that runs and is as close to the placement as possible."""
@@ -53,7 +58,7 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     devices = _merged(placed.model, units.devices())
     run = units.run(units.devices())
     used = set(devices.values())
-    remedy = units.reason if len(used) == 1 < len(placed_on) else ""
+    remedy = (units.reason or ON_ONE) if len(used) == 1 < len(placed_on) else ""
     if HOST in used and len(used) > 1:
         if main_device != HOST and placed.step.training:
             raise ExportError(

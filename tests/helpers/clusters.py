@@ -12,7 +12,6 @@ from envs.hardware.discover import discover
 from envs.problem import Problem
 from graphs.costs import with_costs
 from graphs.graph import GraphArrays
-from tests.helpers.second_devices import second
 
 
 def nodes(
@@ -56,6 +55,9 @@ MEMORY = {"vdev:0": 1 << 30, "cpu": 1 << 30}
 
 def pair(memory: dict[str, int] | None = None) -> Cluster:
     """Return the second device of the test and the CPU, with 1 GiB each."""
+    # imported here: vdev makes autograd start threads, and ranks of tests fork
+    from tests.helpers.second_devices import second
+
     names = (str(second()), "cpu")
     return discover(",".join(names), memory or dict.fromkeys(names, 1 << 30))
 

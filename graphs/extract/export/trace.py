@@ -32,11 +32,7 @@ from graphs.extract.autocast import (
 )
 from graphs.extract.convert import Traced
 from graphs.extract.eager import check_runs, has_no_values, without_meta
-from graphs.extract.errors import (
-    custom_backward_refused,
-    wants_input_gradient,
-    writes_input,
-)
+from graphs.extract.errors import custom_backward_refused, wants_input_gradient, writes_input
 from graphs.extract.export.flags import exported_like_eager
 from graphs.extract.export.parts import Parts
 from graphs.extract.fx_nodes import constants_of, drop_checks, drop_unread, tag_calls

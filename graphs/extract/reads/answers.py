@@ -17,10 +17,12 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils import rnn
 
-from graphs.extract.errors import is_skipped
+from graphs.extract.errors import is_skipped, running_line
 from graphs.extract.reads.checks import Check, is_decided, running_check
 from graphs.extract.reads.known_values import computing, drawn_from, known_value_of
+from graphs.workload import ExtractionError
 
 METHODS: Final = (
     *("__bool__", "__float__", "__format__", "__index__", "__int__", "allclose", "equal"),
@@ -36,6 +38,7 @@ FUNCTIONS: Final = (
 )
 """... and as functions of torch, some of which check numbers that a trace has no values for."""
 
+PACK: Final = "_pack_padded_sequence"
 TRACED: Final = (FakeTensor, FunctionalTensor)
 """Classes of tensors while torch traces, which may read values in their own ways."""
 
@@ -53,7 +56,7 @@ class CheckReads:
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Note the checks that are met, and let them read."""
-        return _intercepted(self._note)
+        return _intercepted(self._note, traces=True)
 
     def kept(self) -> contextlib.AbstractContextManager[None]:
         """Keep what the checks read."""
@@ -61,7 +64,7 @@ class CheckReads:
 
     def answered(self) -> contextlib.AbstractContextManager[None]:
         """Let the checks read what was kept, in the same order at each place."""
-        return _intercepted(self._answer)
+        return _intercepted(self._answer, traces=True)
 
     def _note(self, check: Check, way: str, read: Callable[[], Any]) -> Any:
         del way
@@ -84,11 +87,19 @@ class CheckReads:
 
 
 @contextlib.contextmanager
-def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iterator[None]:
+def _intercepted(
+    handle: Callable[[Check, str, Callable[[], Any]], Any], *, traces: bool = False
+) -> Iterator[None]:
     """Let ``handle`` return what reads of checks return.
 
-    Reads of values that are known return them; all others stay as they are.
+    Reads of values that are known return them; all others stay as they are. A model that goes on
+    after one of these failed because torch ``traces`` it took another way than it would; and torch
+    takes the sizes of packed sequences from their example.
+
+    Raises:
+        ExtractionError: a read failed, or sequences were packed, and the model went on.
     """
+    failed: dict[str, None] = {}
 
     def reading(original: Callable[..., Any], way: str) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -104,9 +115,22 @@ def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iter
             if drawn is not None and is_decided(drawn):
                 return drawn.low
             check = running_check()
-            return compute() if check is None else handle(check, way, compute)
+            if check is not None:
+                return handle(check, way, compute)
+            try:
+                return compute()
+            except Exception:
+                failed[running_line()] = None
+                raise
 
         return read
+
+    def packing(*args: Any) -> Any:
+        failed[running_line()] = None
+        return pack(*args)
+
+    kernels: Any = rnn._VF  # type: ignore[attr-defined]  # where torch looks its own kernel up
+    pack = getattr(kernels, PACK)
 
     # A mode for torch functions would do, but layers take other ways under one.
     with contextlib.ExitStack() as restored:
@@ -118,4 +142,12 @@ def _intercepted(handle: Callable[[Check, str, Callable[[], Any]], Any]) -> Iter
                 else:
                     restored.callback(delattr, owner, name)
                 setattr(owner, name, reading(getattr(owner, name), name))
+        if traces:
+            restored.callback(setattr, kernels, PACK, pack)
+            setattr(kernels, PACK, packing)
         yield
+    if traces and failed:
+        raise ExtractionError(
+            f"the model needs values of tensors ({', '.join(failed)}), which torch.export lacks, "
+            "and goes on without them"
+        )

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from graphs.extract.errors import is_skipped, is_start, line_of
-from graphs.extract.reads.known_values import COMPARISONS, Range
+from graphs.extract.reads.known_values import COMPARISONS, Range, number_range
 from graphs.extract.reads.purity import (
     is_check,
     is_inert,
@@ -99,10 +99,8 @@ def _keeps_the_number(read: ast.Call, frame: FrameType) -> bool:
 
 def _number(expression: ast.expr, frame: FrameType) -> Range | None:
     if isinstance(expression, ast.Constant):
-        value = expression.value
-    else:
-        value = resolved(expression, frame)
-    return Range(value, value) if isinstance(value, int | float) else None
+        return number_range(expression.value)
+    return number_range(resolved(expression, frame))
 
 
 def _running_frames() -> list[FrameType]:

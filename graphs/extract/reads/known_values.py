@@ -3,14 +3,14 @@
     drop = torch.rand([])              mask = torch.ones(2, 7)
     if drop < 0.0: ...                 if mask.all(): ...
 
-Such a value is computed from no input, parameter, buffer or random draw. A draw compared with a
-number outside of its range counts as well.
+Such a value is computed from no input, parameter, buffer or random draw. A draw from 0 to 1 that is
+compared with a number outside of that counts as well. Only torch's own operators are known, and
+only numbers that rounding to any type of float leaves on the same side.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +27,12 @@ from graphs.extract.fx_nodes import operator_name, written_arguments
 
 MOST_NUMBERS: Final = 2**24
 """Largest number of elements of a tensor that is computed to know it."""
-ONLY_SHAPES: Final = ("_like", "new_")
-"""In names of operators that use only the shape of their input, not its values."""
+OF_TORCH: Final = ("aten", "prims")
+WRITING: Final = ("batch_norm", "instance_norm")
+"""In names of operators that write their statistics, which their schemas do not say."""
+BELOW: Final = -0.01
+ABOVE: Final = 1.1
+"""Numbers that are clearly not between 0 and 1 in any type."""
 SAME_NUMBERS: Final = frozenset(
     ("alias", "clone", "contiguous", "detach", "expand", "flatten", "lift_fresh")
 ) | {"permute", "reshape", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"}
@@ -94,17 +98,20 @@ def known_value(node: fx.Node) -> Tensor | None:
         if decided is None:
             if not _is_fixed(current):
                 return None
-            queue += [] if _ignores_values(current) else current.all_input_nodes
+            queue += deciding_inputs(current)
     if not _storages(needed).isdisjoint(_written(node.graph)):
         return None
     values: dict[fx.Node, Any] = {}
-    with computing():
-        for current in node.graph.nodes:
-            if current in needed:
-                decided = needed[current]
-                values[current] = _computed(current, values) if decided is None else decided
+    try:
+        with computing():
+            for current in node.graph.nodes:
+                if current in needed:
+                    decided = needed[current]
+                    values[current] = _computed(current, values) if decided is None else decided
+    except Exception:  # noqa: BLE001  # whatever torch raises: the value is not known, then
+        return None
     value = values[node]
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
 def decided_value(node: fx.Node) -> Tensor | None:
@@ -138,73 +145,73 @@ def computing() -> Iterator[None]:
 
 
 def _compared(node: fx.Node) -> bool | None:
-    """Return what a comparison of a draw gives for any number that may be drawn."""
+    """Return what a comparison of a draw with a number gives for any number that may be drawn."""
     name = operator_name(node.target)
-    if name not in COMPARISONS or len(node.args) != 2:
+    if not _is_of_torch(node.target) or name not in COMPARISONS or len(node.args) != 2:
         return None
-    if not any(isinstance(each, fx.Node) and _drawn(each) for each in node.args):
+    drawn, number = node.args[0], number_range(node.args[1])
+    if not isinstance(drawn, fx.Node) or number is None:  # 0 < drawn is traced as drawn > 0
         return None
-    one, other = map(_numbers, node.args)
-    return None if one is None or other is None else one.compared(name, other)
+    example, found = drawn.meta.get("val"), _drawn(drawn)
+    if found is None or not isinstance(example, Tensor) or not example.dtype.is_floating_point:
+        return None
+    return found.compared(name, number)
 
 
-def _numbers(argument: Any) -> Range | None:
-    """Return the range of an argument of a comparison."""
-    if isinstance(argument, bool | int | float):
-        return Range(argument, argument)
-    if not isinstance(argument, fx.Node):
+def number_range(number: object) -> Range | None:
+    """Return the range of one number, None if rounding might bring it between 0 and 1."""
+    if type(number) not in (bool, int, float):
         return None
-    drawn = _drawn(argument)
-    if drawn is not None:
-        return drawn
-    value = known_value(argument)
-    if value is None or not value.numel() or value.is_complex():
-        return None
-    with computing():
-        return Range(float(value.min()), float(value.max()))
+    value = float(number)  # type: ignore[arg-type]  # checked above
+    return Range(value, value) if value in (0.0, 1.0) or value < BELOW or value > ABOVE else None
 
 
 def _drawn(node: fx.Node) -> Range | None:
     """Return the range of numbers that are drawn at random, None for any other."""
     is_cast = False
-    while operator_name(node.target) in (*SAME_NUMBERS, *CASTS):
+    while _is_of_torch(node.target) and operator_name(node.target) in (*SAME_NUMBERS, *CASTS):
         is_cast |= operator_name(node.target) in CASTS
         viewed = node.args[0]
         if not isinstance(viewed, fx.Node) or "dtype" in str(node.target).split("."):
             return None
         node = viewed
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not _is_of_torch(node.target):
         return None
     found = _range_of_draw(node)
     if found is None or not _storages([node]).isdisjoint(_written(node.graph)):
         return None
-    if not is_cast:
-        return found
-    is_share = found.low >= 0 and found.high <= 1  # in any dtype, but it may be rounded up
-    return replace(found, is_open=False) if is_share else None
+    return replace(found, is_open=False) if is_cast else found  # it may be rounded up
 
 
 def _range_of_draw(node: fx.Node) -> Range | None:
+    """Return the range of a draw: from 0 to 1, or always the same of the two."""
     arguments: dict[str, Any] = {
-        known.name: node.args[i] if i < len(node.args) else node.kwargs.get(known.name)
+        known.name: node.args[i]
+        if i < len(node.args)
+        else node.kwargs.get(known.name, known.default_value)
         for i, known in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
     }
     match operator_name(node.target):
         case "rand" | "rand_like":
             return Range(0.0, 1.0, is_open=True)
-        case "randint" | "randint_like":
-            low, high = arguments.get("low") or 0, arguments["high"]
-            if isinstance(low, int) and isinstance(high, int):
-                return Range(low, high - 1)
-        case "uniform":
-            low, high = arguments["from"], arguments["to"]
-            if isinstance(low, int | float) and isinstance(high, int | float):
-                return Range(low, high)
+        case "uniform" if (arguments["from"], arguments["to"]) == (0, 1):
+            return Range(0.0, 1.0)
         case "bernoulli":
-            likely = _numbers(arguments.get("p", node.args[0]))
-            if likely is not None:
-                return Range(math.floor(likely.low), math.ceil(likely.high))
+            likely = arguments.get("p", node.args[0])
+            value = known_value(likely) if isinstance(likely, fx.Node) else likely
+            with computing():
+                return next((Range(p, p) for p in (0.0, 1.0) if _is_all(value, p)), None)
     return None
+
+
+def _is_all(value: object, number: float) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and bool((value == number).all())
+    return isinstance(value, int | float) and value == number
+
+
+def _is_of_torch(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in OF_TORCH
 
 
 def _is_fixed(node: fx.Node) -> bool:
@@ -212,8 +219,9 @@ def _is_fixed(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not _is_of_torch(target):
         return False
+    assert isinstance(target, torch._ops.OpOverload)
     sizes = [each.numel() for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
     return not (
         "empty" in target._schema.name
@@ -227,11 +235,22 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def _ignores_values(node: fx.Node) -> bool:
-    return any(part in operator_name(node.target) for part in ONLY_SHAPES)
+def deciding_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a node whose values count; ``zeros_like`` takes only a shape."""
+    name = operator_name(node.target)
+    if _is_of_torch(node.target) and (name.endswith("_like") or name.startswith("new_")):
+        rest = (node.args[1:], node.kwargs)
+        return [leaf for leaf in tree_leaves(rest) if isinstance(leaf, fx.Node)]
+    return node.all_input_nodes
 
 
 def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Compute a node.
+
+    Raises:
+        ValueError: something has another form than in the trace, as under autocast.
+    """
+
     def value(argument: fx.Node) -> Any:
         if argument in values:
             return values[argument]
@@ -240,7 +259,17 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
     assert callable(node.target)
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
-    return node.target(*args, **kwargs)
+    result = node.target(*args, **kwargs)
+    for found, shown in zip(tree_leaves(result), tree_leaves(node.meta.get("val")), strict=True):
+        if _form(found) != _form(shown):
+            raise ValueError(f"{node} is traced in another form than it is computed")
+    return result
+
+
+def _form(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return "number"
+    return tuple(map(int, value.shape)), value.dtype
 
 
 def _storages(nodes: Any) -> set[int]:
@@ -253,6 +282,12 @@ def _written(graph: fx.Graph) -> set[int]:
     return _storages(
         argument
         for node in graph.nodes
-        for argument in tree_leaves(list(written_arguments(node.target, node.args, node.kwargs)))
+        for argument in tree_leaves(_may_write(node))
         if isinstance(argument, fx.Node)
     )
+
+
+def _may_write(node: fx.Node) -> list[Any]:
+    if any(part in operator_name(node.target) for part in WRITING):
+        return [node.all_input_nodes]
+    return list(written_arguments(node.target, node.args, node.kwargs))

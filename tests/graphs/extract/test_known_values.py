@@ -58,10 +58,6 @@ def never_drawn(m: Any, x: Tensor) -> Any:
     return m.linear(x).tanh() if dropped else m.linear(x).relu()
 
 
-def whole_drawn(m: Any, x: Tensor) -> Any:
-    return m.linear(x).relu() if torch.randint(2, 5, (3,)).gt(1).all() else m.linear(x)
-
-
 def own_mask(m: Any, x: Tensor) -> Any:
     mask = torch.ones(x.shape, dtype=torch.bool)
     return m.linear(x).relu() if mask.all() else m.linear(x)
@@ -72,8 +68,12 @@ def mask_like(m: Any, x: Tensor) -> Any:
     return m.linear(x).relu() if max(steps.tolist()) == 7 else m.linear(x)
 
 
+def uniform_drawn(m: Any, x: Tensor) -> Any:
+    return m.linear(x).tanh() if torch.empty(()).uniform_(0, 1) < m.p else m.linear(x).relu()
+
+
 DECIDED = (
-    *(layer_drop, layer_kept, item_drawn, float_drawn, never_drawn, whole_drawn),
+    *(layer_drop, layer_kept, item_drawn, float_drawn, never_drawn),
     *(own_mask, mask_like),
 )
 
@@ -132,8 +132,39 @@ def mask_of_buffer(m: Any, x: Tensor) -> Any:
     return m.linear(x).relu() if (m.linear.bias < 100).all() else m.linear(x)
 
 
+def statistics_written(m: Any, x: Tensor) -> Any:
+    mean, deviation = torch.zeros(8), torch.ones(8)
+    torch.nn.functional.batch_norm(x, mean, deviation, training=True)
+    return m.linear(x).tanh() if mean.sum() > 0 else m.linear(x).relu()
+
+
+def draw_beside_a_rounded_one(m: Any, x: Tensor) -> Any:
+    drawn = torch.rand([]) < torch.ones(1, dtype=torch.bfloat16)
+    return m.linear(x).tanh() if drawn else m.linear(x).relu()
+
+
+def whole_drawn(m: Any, x: Tensor) -> Any:
+    below = torch.randint(0, 6, (3,), dtype=torch.uint8) < 258  # which wraps
+    return m.linear(x).tanh() if below.all() else m.linear(x).relu()
+
+
+def read_in_vain(m: Any, x: Tensor) -> Any:
+    try:
+        is_large = bool(x.sum() > 100)
+    except Exception:  # noqa: BLE001  # as models do
+        is_large = True
+    return m.linear(x).tanh() if is_large else m.linear(x).relu()
+
+
+def packed(m: Any, x: Tensor) -> Any:
+    lengths = 1 + (x[:, 0] > 100).long() + (x[:, 1] > -100).long()
+    rows = torch.nn.utils.rnn.pack_padded_sequence(x[:, :4, None], lengths, True, False)
+    return m.linear(x) * rows.data.shape[0]
+
+
 OPEN = (
     *(drop_some, item_some, item_kept, item_whole),
+    *(statistics_written, draw_beside_a_rounded_one, whole_drawn, read_in_vain, packed),
     *(draw_written, draw_cast, draw_rounded, draw_of_other_bits),
     *(mask_written, mask_of_data, mask_of_buffer),
 )
@@ -157,7 +188,7 @@ def test_a_value_that_no_data_decides_is_known_to_an_export(
     one_process.assert_runs_as_eager(extraction)
 
 
-@each(DECIDED)
+@each((*DECIDED, uniform_drawn))
 def test_a_recording_of_reads_that_no_data_decides_holds_for_any_data(
     function: Callable[..., Any],
 ) -> None:
@@ -172,6 +203,29 @@ def test_other_reads_still_depend_on_data(function: Callable[..., Any], extracto
     extraction = extracted(function, extractor)
     assert extraction.extractor == "dispatch"
     assert extraction.depends_on_data
+
+
+def test_a_value_computed_under_autocast_is_not_taken_for_that_in_full_precision() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        product = (torch.full((1, 1), 257.0) @ torch.ones(1, 1)).item()
+        return m.linear(x).tanh() if product > 256.5 else m.linear(x).relu()
+
+    model = Plain(forward, linear=nn.Linear(8, 8))
+    step = Workload.of(model, X, training=False, dtype="bf16")
+    one_process.assert_runs_as_eager(extract(step))
+
+
+def test_a_tensor_of_the_model_that_only_steers_may_not_change() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        return m.linear(x).tanh() if m.flag > 0 else m.linear(x).relu()
+
+    model = Plain(forward, linear=nn.Linear(8, 8))
+    model.flag = torch.tensor(1.0)
+    extraction = extract(Workload.of(model, X, training=False), "dispatch")
+    extraction.check_constants()
+    model.flag.fill_(-1.0)
+    with pytest.raises(ValueError, match="flag"):
+        extraction.check_constants()
 
 
 @pytest.mark.parametrize("function", [layer_drop, item_drawn, never_drawn])
