@@ -245,7 +245,7 @@ def test_layer_drop_keeps_the_random_numbers_of_dropout() -> None:
 
 def test_a_distribution_checks_what_it_is_given() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        scored: Tensor = torch.distributions.Normal(m.linear(x), x).log_prob(x)  # type: ignore[no-untyped-call]  # torch's own
+        scored: Tensor = torch.distributions.Normal(m.linear(x), x, validate_args=True).log_prob(x)  # type: ignore[no-untyped-call]  # torch's own
         return scored
 
     for extractor in ("export", "dispatch"):
