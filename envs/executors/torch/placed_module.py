@@ -350,10 +350,10 @@ def _checked(
 
 def full_device(device: torch.device | str) -> torch.device:
     """Return a device as its tensors name it: cuda is cuda:0, cpu:0 is cpu."""
-    found = torch.device(device)
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {device} cannot be used: torch sees no such device")
     try:
+        found = torch.device(device)
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {device} cannot be used: torch sees no such device")
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
