@@ -91,7 +91,7 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def same_dynamo() -> None:
-    """Forget what dynamo was told to skip: it would trace later tests in another way."""
+    """Reset dynamo, whose list of skipped functions would change how later tests are traced."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 

@@ -17,7 +17,7 @@ from graphs.extract import Workload
 
 @dataclass(frozen=True, slots=True)
 class TrainedState:
-    """What a training step was placed with: the modes of modules, and which parameters it trains.
+    """Modes of the modules and trained parameters of a training step, as of when it was placed.
 
     Inference has neither.
     """
@@ -89,7 +89,8 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
     for path, example in examples.items():
         if path not in batch:
             raise ValueError(f"the batch lacks {_named(step, path)} of the example inputs")
-        _check(_named(step, path), batch[path], example)
+        if wrong := _difference(batch[path], example):
+            raise ValueError(f"{_named(step, path)} of the batch is {wrong}")
     if not torch.compiler.is_compiling():
         _check_contexts(step, inputs, keywords)
     return [batch[path] for path in examples]
@@ -115,21 +116,23 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _check(name: str, leaf: object, example: object) -> None:
+def _difference(leaf: object, example: object) -> str:
+    """Return what a leaf of a batch is, and how it should be, "" if it is like the example."""
     if isinstance(leaf, np.ndarray):
-        raise ValueError(f"{name} of the batch is an array of numpy: give torch.from_numpy(x)")
+        return "an array of numpy: give torch.from_numpy(x)"
     if not isinstance(example, torch.Tensor):
         if leaf is not example and (isinstance(leaf, torch.Tensor) or leaf != example):
-            raise ValueError(
-                f"{name} of the batch is {leaf!r}, the placement was made for {example!r}: "
-                "only tensors may change from batch to batch"
+            return (
+                f"{leaf!r}, the placement was made for {example!r}: only tensors may change from "
+                "batch to batch"
             )
     elif not isinstance(leaf, torch.Tensor):
-        raise ValueError(f"{name} of the batch is {type(leaf).__name__}, not a tensor")
+        return f"{type(leaf).__name__}, not a tensor"
     elif leaf.shape != example.shape or leaf.dtype != example.dtype:
         smaller = leaf.dtype == example.dtype and leaf.shape[1:] == example.shape[1:]
         advice = " (drop_last=True of a DataLoader leaves out a last, smaller batch)"
-        raise ValueError(
-            f"{name} of the batch is {_form(leaf)}, the placement was made for {_form(example)}: "
-            f"place the step for batches of this size{advice if smaller else ''}"
+        return (
+            f"{_form(leaf)}, the placement was made for {_form(example)}: place the step for "
+            f"batches of this size{advice if smaller else ''}"
         )
+    return ""

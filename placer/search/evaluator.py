@@ -78,7 +78,7 @@ class Evaluator:
 
     @cached_property
     def sight(self) -> Sight:
-        """What decodes see of a plan; of none before :meth:`look_at` is called."""
+        """Return the plan that decodes see; there is none before :meth:`look_at` is called."""
         return sight_of(self.problem, self.scheduling)
 
     def look_at(self, plan: Candidate) -> None:

@@ -24,7 +24,7 @@ CLASSES: Final = ("Event", "Stream", "device")
 
 
 class CudaModule:
-    """What ``torch.cuda`` has: public names here replace those of the same name there."""
+    """Functions and classes that replace those of the same name in ``torch.cuda``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

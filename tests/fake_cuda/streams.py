@@ -61,7 +61,7 @@ class Stream:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next piece of work may run."""
+        """Return whether the next piece of work may run."""
         return bool(self.pending) and (
             self.pending[0].after is None or self.pending[0].after.is_done
         )

@@ -50,7 +50,7 @@ def asking_lines(*, hidden: bool = False) -> Iterator[dict[str, None]]:
     """Yield the lines of a model, as they run, that ask and get another answer than in eager mode.
 
     Layers of torch ask, too; by the functions that a tensor overrides, for one. With ``hidden``,
-    code outside of torch is told that nothing traces it.
+    these functions answer code outside of torch as in eager mode.
     """
     lines: dict[str, None] = {}
     overridden = torch.overrides.has_torch_function
@@ -164,7 +164,7 @@ def exported_like_eager(step: Workload, export: Callable[[], Traced]) -> Traced:
     """Export a step by a function, and check that it gives what the model gives in eager mode.
 
     A model that asks torch whether it is traced, and then fails or computes something else, is
-    exported once more without being told.
+    exported once more, with the answers of eager mode.
     """
     lines: dict[str, None] = {}
 

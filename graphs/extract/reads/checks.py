@@ -41,7 +41,7 @@ FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 OF_TORCH: Final = {"fn", "__builtins__"}
 """Globals of a lambda that torch makes by eval, to call what it traces."""
 DISTRIBUTIONS: Final = str(Path(torch.distributions.__file__).parent / "_")[:-1]
-"""Where torch itself checks the values that a model gives."""
+"""Folder of the functions of torch that check values which a model gives."""
 KINDS: Final = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 NAMES: Final[dict[type[ast.cmpop], str]] = dict(zip(KINDS, COMPARISONS, strict=True))
 LEAVES: Final = (ast.Return, ast.Break, ast.Continue)
