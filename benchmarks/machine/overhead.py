@@ -27,11 +27,11 @@ from torch import nn
 import placer
 from benchmarks.record import Effort, Part, quartiles
 from benchmarks.tables import Table, spread
-from envs.core_runtime.executor import SETTLE_S
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import WorkerPool
+from envs.executors.process_settings import end_idle_threads
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware.discover import discover
 from graphs.extract import Workload, extract
@@ -138,7 +138,7 @@ def in_loop(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
         number = pool.load(device_lists(program, devices, order, len(cluster)))
 
         def measured() -> float:
-            time.sleep(SETTLE_S)
+            end_idle_threads()
             pool.run(number)
             return pool.run(number).wall_s
 

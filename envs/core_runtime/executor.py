@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
 
 import torch
 from torch.utils._pytree import tree_map
@@ -25,6 +24,7 @@ from envs.executors.cores.instruction_lists import (
     device_lists,
 )
 from envs.executors.cores.pool import LEAD_NS, WorkerPool
+from envs.executors.process_settings import end_idle_threads
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import (
@@ -49,9 +49,6 @@ from envs.simulator import Simulator
 from envs.simulator.schedule import run_order
 from graphs.extract import Extraction
 from graphs.workload import Workload, step_copy
-
-SETTLE_S: Final = 0.02
-"""OpenMP threads spin for a few milliseconds after their work, on cores that the next run needs."""
 
 
 class CoreExecutor:
@@ -242,7 +239,7 @@ class _UnplacedStep:
                 step = turn(self._timed)
         except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
             return Failure(reason=f"torch cannot run it: {error}", overfull=is_out_of_memory(error))
-        time.sleep(SETTLE_S)
+        end_idle_threads()
         return step
 
     def _timed(self) -> TimedStep:

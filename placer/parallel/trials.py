@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from envs.executors.cores.pool import spread_seed
+from envs.executors.process_settings import end_idle_threads
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import cores_of
 from envs.measured import FEWEST_ROUNDS
@@ -40,8 +41,6 @@ from placer.parallel.run import occupy, optimizer_of, synced
 from placer.parallel.training import Replica
 
 TURN_S: Final = 0.15
-SETTLE_S: Final = 0.02
-"""OpenMP threads spin for milliseconds after their work, on cores that the next turn needs."""
 TRIALS_S: Final = 20.0
 MOST_ROUNDS: Final = 9
 MOST_STEPS: Final = 200
@@ -131,7 +130,6 @@ class _Taker:
             return
         self.runs.step_s.append(step_s)
         self.runs.pass_s.append(pass_s)
-        time.sleep(SETTLE_S)
 
 
 class RankStep(NamedTuple):
@@ -177,6 +175,7 @@ def _trainer(trial: Trial) -> Handler:
             trained.update()
             whole_s.append(time.perf_counter() - began)
             pass_s.append(computed - began)
+        end_idle_threads()
         return statistics.median(whole_s[1:]), statistics.median(pass_s[1:])
 
     train(1)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from envs.executors.cores.arena import Arena, count_update, load_batch
-from envs.executors.process_settings import keep_freed_memory, with_threads
+from envs.executors.process_settings import end_idle_threads, keep_freed_memory, with_threads
 from envs.executors.state_devices import STATE_ROLES
 from graphs.extract import Workload
 from graphs.extract.export.trace import Position
@@ -20,8 +20,8 @@ Ran = TypeVar("Ran")
 class HandOver:
     """The part of a step in the model's process, before and after the workers run.
 
-    In a step this process computes on one thread: torch's others would wait for more work on the
-    cores of the workers.
+    In a step this process computes on one thread, and its other threads have ended: they would
+    wait for more work on the cores of the workers.
     """
 
     def __init__(self, arena: Arena, step: Workload, outputs: Any) -> None:
@@ -85,6 +85,7 @@ class HandOver:
         Raises:
             ValueError: the batch does not match the example inputs, or as for :meth:`share`.
         """
+        end_idle_threads()
         with with_threads(1):
             self._begin(inputs, keywords)
             ran = run()

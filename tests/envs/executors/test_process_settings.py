@@ -1,4 +1,4 @@
-"""The setting of the C library under which the unplaced model runs."""
+"""The settings of a process: memory of the C library, and threads of OpenMP."""
 
 from __future__ import annotations
 
@@ -37,19 +37,55 @@ print(before, keep_freed_memory(), mapped_bytes())
 """
 
 
+THREADS: Final = """
+import os
+import time
+import torch
+from envs.executors.process_settings import end_idle_threads
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def work():
+    torch.set_num_threads(3)
+    torch.ones(1 << 20).add_(1)
+
+work()
+working, limit_s = threads(), time.monotonic() + 60
+end_idle_threads()
+while threads() > working - 2 and time.monotonic() < limit_s:
+    time.sleep(0.001)
+idle = threads()
+work()
+print(working, idle, threads())
+"""
+
+
 def test_large_tensors_are_no_longer_mapped_and_given_back_one_by_one() -> None:
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("needs glibc 2.33")
-    settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    before, is_set, after = printed(PROBE)
+    assert int(before) >= 64 << 20
+    assert (is_set, after) == ("True", "0")
+
+
+def test_threads_that_wait_for_work_end_and_start_again() -> None:
+    if not hasattr(ctypes.CDLL(None), "omp_pause_resource_all"):
+        pytest.skip("needs OpenMP 5.0")
+    working, idle, again = map(int, printed(THREADS))
+    assert (idle, again) == (working - 2, working)
+
+
+def printed(program: str) -> list[str]:
+    """Return the words that a program prints in a process of its own."""
+    settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "GOMP_")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE],
+        [sys.executable, "-c", program],
         env=plain | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert not done.returncode, done.stderr
-    before, is_set, after = done.stdout.split()
-    assert int(before) >= 64 << 20
-    assert (is_set, after) == ("True", "0")
+    return done.stdout.split()
