@@ -52,20 +52,27 @@ class MeasuredAllReduce:
     """All-reduces of a backend between ranks of one machine, as measured.
 
     ``times`` are (ranks, bytes, seconds), in ascending order; every number of ranks has at least
-    two sizes.
+    two sizes. ``by_level`` are those of hierarchical all-reduces, with the ranks at each level,
+    innermost first, in the place of the number of ranks.
     """
 
     backend: str
     times: tuple[tuple[int, int, float], ...]
+    by_level: tuple[tuple[tuple[int, ...], int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        counts = Counter(count for count, _, _ in self.times)
-        if list(self.times) != sorted(self.times) or min(counts.values(), default=0) < 2:
+        if not self.times:
             raise ValueError("measured all-reduces need two sizes in ascending order")
-        if min(self.times)[0] < 2 or any(not 0 < time_s < math.inf for *_, time_s in self.times):
-            raise ValueError("measured all-reduces need two or more ranks and times above 0")
-        if any(a[:2] == b[:2] for a, b in pairwise(self.times)):
-            raise ValueError("a size of measured all-reduces is given twice")
+        for rows in (self.times, self.by_level):
+            counts = Counter(ranks for ranks, _, _ in rows)
+            if list(rows) != sorted(rows) or min(counts.values(), default=2) < 2:
+                raise ValueError("measured all-reduces need two sizes in ascending order")
+            if any(not 0 < time_s < math.inf for *_, time_s in rows):
+                raise ValueError("measured all-reduces need times above 0")
+            if any(a[:2] == b[:2] for a, b in pairwise(rows)):
+                raise ValueError("a size of measured all-reduces is given twice")
+        if min(self.times)[0] < 2 or any(min(levels) < 2 for levels, _, _ in self.by_level):
+            raise ValueError("measured all-reduces need two or more ranks, at every level")
 
     def seconds(self, size_bytes: float, ranks: int) -> float:
         """Return the seconds of an all-reduce of a size over a number of ranks.
@@ -82,12 +89,32 @@ class MeasuredAllReduce:
             return 0.0
         counts = sorted({count for count, _, _ in self.times})
         count = next((count for count in counts if count >= ranks), counts[-1])
-        points = [(size, time_s) for n, size, time_s in self.times if n == count]
-        spans = list(pairwise(points))
-        (low, low_s), (high, high_s) = next((s for s in spans if s[1][0] >= size_bytes), spans[-1])
-        share = max((size_bytes - low) / (high - low), 0.0)
-        time_s = low_s + share * (high_s - low_s)
+        time_s = _between([each[1:] for each in self.times if each[0] == count], size_bytes)
         return time_s * (1 - 1 / ranks) / (1 - 1 / count) if ranks > count else time_s
+
+    def hierarchical_s(self, size_bytes: float, levels: Sequence[Level]) -> float | None:
+        """Return the seconds of a hierarchical all-reduce, None if these levels were not measured.
+
+        On a single level it is the all-reduce of the backend.
+        """
+        ranks = ranks_of(levels)
+        if len(ranks) < 2:
+            return self.seconds(size_bytes, math.prod(ranks))
+        points = [each[1:] for each in self.by_level if each[0] == ranks]
+        return _between(points, size_bytes) if points else None
+
+
+def ranks_of(levels: Sequence[Level]) -> tuple[int, ...]:
+    """Return the ranks at each level that has several, innermost first."""
+    return tuple(level.ranks for level in levels if level.ranks > 1)
+
+
+def _between(points: Sequence[tuple[int, float]], size_bytes: float) -> float:
+    """Return the seconds of a size by two or more (bytes, seconds) in ascending order."""
+    spans = list(pairwise(points))
+    (low, low_s), (high, high_s) = next((s for s in spans if s[1][0] >= size_bytes), spans[-1])
+    share = max((size_bytes - low) / (high - low), 0.0)
+    return low_s + share * (high_s - low_s)
 
 
 def ring_s(size_bytes: float, level: Level) -> float:

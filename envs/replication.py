@@ -14,12 +14,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from envs.collectives import (
     ALGORITHMS,
+    HIERARCHICAL,
     PAYLOADS,
     AllReduce,
     Level,
     MeasuredAllReduce,
     all_reduce,
     cheapest_all_reduce,
+    ranks_of,
 )
 from envs.hardware.core_sets import check_core_sets
 from graphs.strict_json import array, boolean, fields, number, text, whole, within
@@ -168,10 +170,15 @@ class Replication:
         times = replicas * self.accumulate if self.batch == "per-replica" else 1
         return (self.samples or 1) * times
 
-    @property
-    def takes_measured_times(self) -> bool:
-        """Return whether the measured all-reduces of a backend are those of this reduction."""
-        return self.reduction in (AUTO, "ring")
+    def measured_s(
+        self, sent_bytes: float, levels: Sequence[Level], measured: MeasuredAllReduce | None
+    ) -> float | None:
+        """Return the measured seconds of an all-reduce, None if this reduction was not measured."""
+        if measured is None or self.reduction not in (AUTO, "ring", HIERARCHICAL):
+            return None
+        if self.reduction == HIERARCHICAL:
+            return measured.hierarchical_s(sent_bytes, levels)
+        return measured.seconds(sent_bytes, math.prod(ranks_of(levels)))
 
     def all_reduce(
         self,
@@ -181,13 +188,13 @@ class Replication:
     ) -> AllReduce:
         """Return the all-reduce of a bucket over a network, given as levels, innermost first.
 
-        Rings take the times of the backend that runs them where these were ``measured``, and
-        backends choose rings.
+        Rings and hierarchical all-reduces take the times of the backend that runs them where these
+        were ``measured``, and backends choose rings.
         """
         sent_bytes = size_bytes * PAYLOADS[self.payload]
-        if measured is not None and self.takes_measured_times:
-            ranks = math.prod(level.ranks for level in levels)
-            reduction = AllReduce(algorithm="ring", seconds=measured.seconds(sent_bytes, ranks))
+        if (measured_s := self.measured_s(sent_bytes, levels, measured)) is not None:
+            name = "ring" if self.reduction == AUTO else self.reduction
+            reduction = AllReduce(algorithm=name, seconds=measured_s)
         elif self.reduction == AUTO:
             reduction = cheapest_all_reduce(sent_bytes, levels)
         else:

@@ -81,9 +81,8 @@ def remarks_of(plan: ReplicaPlan) -> list[str]:
 def _runs(plan: ReplicaPlan) -> Iterator[str]:
     """Yield what was run, and what that says about the predictions."""
     if not plan.was_run:
-        constants = (
-            "" if plan.collectives else ", reductions from the latency and bandwidth of links"
-        )
+        links = ", reductions from the latency and bandwidth of links"
+        constants = "" if plan.reduces_as_measured else links
         yield f"Nothing was run: all times are simulated{constants}."
         if plan.requested.average_every > 1:
             yield "Plans that average parameters are not run, as their steps are not alike."
@@ -149,8 +148,8 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
         yield f"Encoding and decoding {requested.payload} gradients is assumed to take no time."
     if best.replicas > 1 and not (best.joined or reduces_in_backward(plan.problem.cluster)):
         how = "at the speed of their links; gloo is slower"
-        if (measured := plan.collectives) is not None and requested.takes_measured_times:
-            how = f"with all-reduces of {measured.backend} as measured between these cores"
+        if plan.collectives is not None and plan.reduces_as_measured:
+            how = f"with all-reduces of {plan.collectives.backend} as measured between these cores"
         yield (
             "Pinned cores deliver all gradients at the end, so no communication is hidden. It is "
             f"simulated {how}."

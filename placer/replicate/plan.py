@@ -12,12 +12,13 @@ comparison.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import networkx as nx
 
-from envs.collectives import MeasuredAllReduce
+from envs.collectives import HIERARCHICAL, MeasuredAllReduce, ranks_of
 from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
@@ -135,7 +136,7 @@ class _Planner:
         cost_source = graph.graph["cost_source"]
         problem = Problem.of(arrays, self.source.whole.cluster)
         planned = list(self._planned(problem))
-        self.collectives = self.source.collectives()
+        self.collectives = self.source.collectives(self._levels(problem, planned))
         self.progress.stage(loading_stage())
         load_compiled_code()
         searches = list(dict.fromkeys(each.search for each in planned))
@@ -211,6 +212,15 @@ class _Planner:
             yield self._groups(problem, single, is_baseline=True)
         if size != problem.device_count:
             yield self._groups(problem, whole[0][:1], is_baseline=True)
+
+    def _levels(self, problem: Problem, planned: Sequence[_Groups]) -> set[tuple[int, ...]]:
+        """Return the ranks at each level of hierarchical reductions, if they are wanted."""
+        found = set()
+        for each in planned if self.replication.reduction == HIERARCHICAL else ():
+            with suppress(ValueError):  # a link is missing
+                networks = slot_networks(problem, each.groups)
+                found |= {ranks_of(network.levels) for network in networks}
+        return {ranks for ranks in found if len(ranks) > 1}
 
     def _counts(self, most: int, *, needs_own: bool) -> list[int]:
         """Return the numbers of replicas to try; few if each needs a search of its own."""

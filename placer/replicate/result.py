@@ -15,7 +15,7 @@ from envs.measurement import Measurement
 from envs.problem import Problem
 from envs.replicas.reductions import ReplicatedStep
 from envs.replicas.step import ReplicaStep
-from envs.replicas.topology import slot_networks
+from envs.replicas.topology import SlotNetwork, slot_networks
 from envs.replication import AUTO, Replication
 from placer.parallel.plan import OPTIMIZERS
 from placer.replicate.fitting import Factors
@@ -189,10 +189,8 @@ class ReplicaPlan:
         algorithms = tuple(name for name, _ in sent.most_common())
         levels: tuple[int, ...] = ()
         if HIERARCHICAL in algorithms:
-            index = self.problem.cluster.index
-            groups = [[index(name) for name in group] for group in split.groups]
             slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
-            levels = tuple(x.ranks for x in slot_networks(self.problem, groups)[slot].levels)
+            levels = tuple(level.ranks for level in self._networks(split)[slot].levels)
         return replace(
             self.requested,
             replicas=None,
@@ -202,6 +200,19 @@ class ReplicaPlan:
             levels=levels,
             unplaced=split.joined > 0,
         )
+
+    @property
+    def reduces_as_measured(self) -> bool:
+        """Return whether reductions of the best split are predicted by times of the backend."""
+        return self.collectives is not None and all(
+            self.requested.measured_s(0.0, network.levels, self.collectives) is not None
+            for network in self._networks(self.best)
+        )
+
+    def _networks(self, split: Split) -> tuple[SlotNetwork, ...]:
+        index = self.problem.cluster.index
+        groups = [[index(name) for name in group] for group in split.groups]
+        return slot_networks(self.problem, groups)
 
     @property
     def result(self) -> ReplicatedResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -52,11 +52,11 @@ class StepSource:
         """Return the gradients of the step, none without training."""
         return gradients_of(graph, self.gradient_makers) if self.trains else no_gradients()
 
-    def collectives(self) -> MeasuredAllReduce | None:
+    def collectives(self, levels: Collection[tuple[int, ...]]) -> MeasuredAllReduce | None:
         """Return the all-reduces between ranks on the devices, measured or cached.
 
-        None where no rank of this machine reduces gradients on pinned cores, or if they cannot be
-        started.
+        Hierarchical ones are those of these levels. None where no rank of this machine reduces
+        gradients on pinned cores, or if they cannot be started.
         """
         names = self.whole.cluster.names
         if not self.runs_on_cores:
@@ -66,7 +66,7 @@ class StepSource:
 
         self.progress.stage("Calibrating reductions")
         with suppress(RankError, OSError):
-            return core_collectives(names)
+            return core_collectives(names, levels)
         return None
 
     def graph(self, parts: int) -> nx.DiGraph[str]:

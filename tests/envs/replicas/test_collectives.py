@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from math import prod
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from envs.collectives import (
     ring_s,
     single_reducer_s,
 )
+from envs.replication import Replication
 
 
 @dataclass(frozen=True)
@@ -360,3 +361,33 @@ def test_measured_times_are_linear_between_sizes(
 def test_measured_times_are_checked(times: tuple[tuple[int, int, float], ...]) -> None:
     with pytest.raises(ValueError, match="measured all-reduces"):
         MeasuredAllReduce("gloo", times)
+
+
+def test_hierarchical_all_reduces_take_the_times_of_their_levels() -> None:
+    by_level = (((2, 2), 1000, 4e-3), ((2, 2), 2000, 6e-3))
+    measured = MeasuredAllReduce("gloo", TIMES, by_level)
+    two = Level(ranks=2, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+    one, three = replace(two, ranks=1), replace(two, ranks=3)
+    assert measured.hierarchical_s(1500, [two, one, two]) == pytest.approx(5e-3)
+    assert measured.hierarchical_s(1500, [two, one]) == measured.seconds(1500, 2)
+    assert measured.hierarchical_s(1500, []) == 0.0
+    assert measured.hierarchical_s(1500, [two, three]) is None
+    wanted = Replication(reduction="hierarchical")
+    known = wanted.all_reduce(1500, [two, two], measured)
+    assert known.algorithm == "hierarchical"
+    assert known.seconds == pytest.approx(5e-3)
+    assert wanted.all_reduce(1500, [two, three], measured) == hierarchical(1500, [two, three])
+    tree = Replication(reduction="tree").all_reduce(1500, [two], measured)
+    assert tree == all_reduce("tree", 1500, [two])
+
+
+@pytest.mark.parametrize(
+    "by_level",
+    [(((2, 2), 1, 1.0),), (((2, 1), 1, 1.0), ((2, 1), 2, 1.0)),
+     (((2, 2), 2, 1.0), ((2, 2), 1, 1.0)), (((2, 2), 1, 1.0), ((2, 2), 2, 0.0))],
+)  # fmt: skip
+def test_times_by_level_are_checked(
+    by_level: tuple[tuple[tuple[int, ...], int, float], ...],
+) -> None:
+    with pytest.raises(ValueError, match="measured all-reduces"):
+        MeasuredAllReduce("gloo", TIMES, by_level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -19,13 +20,29 @@ from envs.collectives import MeasuredAllReduce
 from envs.hardware.discover import physical_cores
 from envs.hardware.noise import Noise
 from placer.parallel import collectives
-from placer.parallel.collectives import core_collectives, measure, rank_counts
+from placer.parallel.collectives import (
+    WARM_UP,
+    core_collectives,
+    measure,
+    measure_levels,
+    rank_counts,
+    reduction_times_s,
+)
 from placer.parallel.local_ranks import LocalRanks, RankError
+from placer.parallel.methods import reductions
 from tests.helpers.folders import ROOT
 from tests.helpers.processes import all_end, descendants
 
 CORE = physical_cores()[:1]  # enough for any number of ranks
 TIMES = MeasuredAllReduce("gloo", ((2, 1000, 1e-3), (2, 2000, 2e-3)))
+DAMAGED_LEVELS = json.dumps(
+    {
+        "format": "placer-collectives/1",
+        "backend": "gloo",
+        "times": TIMES.times,
+        "by_level": [[[2, 1], 64, 0.1], [[2, 1], 65, 0.1]],
+    }
+)
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[], Callable[[Any], Any]]:
@@ -144,6 +161,51 @@ def test_all_reduces_are_timed_for_every_size_and_number_of_ranks() -> None:
     assert measured.backend == "gloo"
 
 
+def sizes_reduced(_: object) -> tuple[int, list[str]]:
+    """Return the number of reduced gradients, and the collectives that a reduction calls."""
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce_scatter", "all_gather"):
+            of = dist if name == "all_reduce" else reductions
+            real = getattr(of, name)
+
+            def counted(
+                *args: Any, real: Callable[..., Any] = real, name: str = name, **keywords: Any
+            ) -> Any:
+                called.append(name)
+                return real(*args, **keywords)
+
+            patch.setattr(of, name, counted)
+        times_s = reduction_times_s((2, 2), 4096, 1)
+    return len(times_s), called
+
+
+def test_hierarchical_all_reduces_are_timed_level_by_level() -> None:
+    by_level = measure_levels([CORE] * 4, [(2, 2)], sizes=(4, 4096), repeats=3)
+    assert [each[:2] for each in by_level] == [((2, 2), 4), ((2, 2), 4096)]
+    assert all(0 < seconds < 100 for *_, seconds in by_level)
+    with LocalRanks([CORE] * 4, answering(sizes_reduced)) as ranks:
+        for count, called in ranks.ask(None):
+            assert count == 1
+            assert called == ["reduce_scatter", "all_reduce", "all_gather"] * (1 + WARM_UP)
+
+
+def test_levels_are_measured_once_and_kept_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    monkeypatch.setattr(collectives, "contended", lambda cores: False)
+    monkeypatch.setattr(collectives, "measure", lambda cores: TIMES)
+    small = functools.partial(measure_levels, sizes=(4, 4096), repeats=3)
+    monkeypatch.setattr(collectives, "measure_levels", small)
+    names = [f"core:{CORE[0]}"] * 4
+    assert core_collectives(names) == TIMES
+    found = core_collectives(names, [(2, 2)])
+    assert found.times == TIMES.times
+    assert [each[:2] for each in found.by_level] == [((2, 2), 4), ((2, 2), 4096)]
+    assert core_collectives(names, [(2, 2)]) == core_collectives(names) == found
+
+
 @pytest.mark.parametrize(
     ("readings", "busy"), [([1.0], False), ([4.2, 1.1], False), ([4.2, 1.6, 1.2], True)]
 )
@@ -184,6 +246,7 @@ def test_calibrations_are_kept_unless_other_processes_used_the_cores(
 @pytest.mark.parametrize("damage", ["", "{", '{"format": "other", "backend": "g", "times": []}',
     '{"format": "placer-collectives/1", "backend": "gloo", "times": [[2, 64, 0.1]]}',
     '{"format": "placer-collectives/1", "backend": "gloo", "times": [[2, 64, 0.1], [2, 65, -1]]}',
+    DAMAGED_LEVELS,
 ])  # fmt: skip
 def test_a_damaged_file_is_measured_again(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 import placer
+from envs.collectives import MeasuredAllReduce
 from envs.hardware.cluster import cluster_to_toml
 from envs.placement import Placement
 from envs.replication import Replication
 from graphs.graph_file import save_graph
 from placer.cli.main import main
 from placer.parallel.plan import run_plan
+from placer.replicate.messages import remarks_of
+from placer.replicate.sources import StepSource
 from tests.helpers.clusters import nodes
 from tests.helpers.replica_plans import layers, planned, rated
 
@@ -50,6 +53,31 @@ def test_a_placement_records_the_algorithms_that_auto_chose(tmp_path: Path) -> N
     assert peers.algorithms
     assert "hierarchical" not in peers.algorithms
     assert peers.levels == ()
+
+
+def test_hierarchical_reductions_take_times_measured_for_their_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = nodes(2, 2, inside_bytes_per_s=1e11, across_bytes_per_s=1.25e9)
+    asked: list[set[tuple[int, ...]]] = []
+
+    def measured(_: StepSource, levels: set[tuple[int, ...]]) -> MeasuredAllReduce:
+        asked.append(levels)
+        rows = [(ranks, size, 0.5) for ranks in sorted(levels) for size in (1, 2)]
+        return MeasuredAllReduce("gloo", ((2, 1, 0.25), (2, 2, 0.25)), tuple(rows))
+
+    monkeypatch.setattr(StepSource, "collectives", measured)
+    wanted = Replication(replicas=4, reduction="hierarchical")
+    plan = planned(layers(), cluster, wanted)
+    assert asked == [{(2, 2)}]
+    assert plan.reduces_as_measured
+    assert plan.best.step is not None
+    assert {reduction.seconds for _, reduction in plan.best.step.reductions} == {0.5}
+    assert plan.replicas.levels == (2, 2)
+    by_links = planned(layers(), cluster, replace(wanted, reduction="tree"))
+    assert asked[1:] == [set()]
+    assert not by_links.reduces_as_measured
+    assert any("from the latency and bandwidth" in remark for remark in remarks_of(by_links))
 
 
 @pytest.mark.parametrize(
