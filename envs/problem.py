@@ -37,12 +37,16 @@ LARGEST_TOTAL_BYTES: Final = 2.0**62
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostThreads:
-    """The threads that issue the ops of D devices; a device that no host names has its own."""
+    """The threads that issue the ops of D devices; a device that no host names has its own.
+
+    With ``autograd`` backward ops are issued in reverse of the forward ops.
+    """
 
     thread: Ints  # (D,) of every device
     launch_ns: Longs  # (D,) that an op occupies its thread; 0 on synchronous devices
     synchronous: Bools  # (D,) an op occupies its thread until it ends
     overlap: Bools  # (D,) copies from the device run beside its ops
+    autograd: bool
 
     @classmethod
     def of(
@@ -70,6 +74,7 @@ class HostThreads:
             launch_ns=np.where(launched, launch_ns, 0).astype(np.int64),
             synchronous=~np.array(launched),
             overlap=np.array([name in overlapping for name in names]),
+            autograd=any(host.autograd for host in hosts),
         )
 
 

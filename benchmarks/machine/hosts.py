@@ -111,7 +111,9 @@ def machine(file: str = f"{FIRST_DAY}-gpu") -> Cluster:
         )
         for source, to in ((GPU, CPU), (CPU, GPU))
     )
-    return Cluster(name="H200", devices=devices, links=links, hosts=(Host(devices=(GPU, CPU)),))
+    return Cluster(
+        name="H200", devices=devices, links=links, hosts=(Host(devices=(GPU, CPU), autograd=True),)
+    )
 
 
 @cache

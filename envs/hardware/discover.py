@@ -63,7 +63,7 @@ def _hosts(names: Sequence[str]) -> tuple[Host, ...]:
     """Return the thread that issues ops of torch devices; none for cores, or the CPU alone."""
     if is_core(names[0]) or set(names) == {"cpu"}:
         return ()
-    return (Host(devices=tuple(names)),)
+    return (Host(devices=tuple(names), autograd=True),)
 
 
 def present(names: Sequence[str]) -> Cluster:

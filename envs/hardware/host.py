@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envs.hardware.core_sets import is_core_set
 from graphs.text import suggestion
@@ -16,10 +16,13 @@ class Host:
     """One thread that issues the ops of the devices it names, one after the other.
 
     With ``overlap``, copies from these devices run beside their ops; otherwise in line with them.
+    With ``autograd``, the backward pass is issued by PyTorch's autograd: in reverse of the forward
+    pass.
     """
 
     devices: tuple[str, ...]
     overlap: bool = False
+    autograd: bool = False
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -28,7 +31,7 @@ class Host:
     def among(self, names: set[str]) -> Host | None:
         """Return the host of those of its devices that are named, None if there are none."""
         kept = tuple(name for name in self.devices if name in names)
-        return Host(devices=kept, overlap=self.overlap) if kept else None
+        return replace(self, devices=kept) if kept else None
 
 
 def check_hosts(cluster: str, hosts: Sequence[Host], names: Sequence[str]) -> None:

@@ -91,6 +91,7 @@ class Pipeline:
             allowed=frozen(base.allowed[self.origin]),
             held_bytes=frozen(held_bytes_of(copied)),
             load=load,
+            hosts=None if base.hosts is None else replace(base.hosts, autograd=False),
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:

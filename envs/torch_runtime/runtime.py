@@ -94,14 +94,15 @@ class TorchRuntime:
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 
-        Its hosts overlap copies if this runtime does. The context of a CUDA device is not reserved:
-        it is already allocated when free memory is queried.
+        Its hosts overlap copies if this runtime does, and autograd issues their backward pass. The
+        context of a CUDA device is not reserved: it is already allocated when free memory is
+        queried.
         """
         devices = tuple(
             replace(device, memory_bytes=_without_reserve_bytes(device))
             for device in cluster.devices
         )
-        hosts = tuple(replace(host, overlap=self.overlap) for host in cluster.hosts)
+        hosts = tuple(replace(host, overlap=self.overlap, autograd=True) for host in cluster.hosts)
         return replace(cluster, devices=devices, hosts=hosts)
 
     def gradient_makers(self) -> Mapping[str, Sequence[str]]:

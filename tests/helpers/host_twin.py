@@ -27,15 +27,53 @@ def is_cpu(cluster: Cluster, d: int) -> bool:
     return device.name == "cpu" or device.kind.split("*")[0].split(":")[0] == "cpu"
 
 
-def twin_issue_order(graph: nx.DiGraph[str], priority: list[float]) -> list[int]:
+def twin_backward(graph: nx.DiGraph[str], cluster: Cluster) -> dict[int, int]:
+    """Return the forward op of every op that autograd issues."""
     ids = list(graph)
+    order = list(nx.lexicographical_topological_sort(graph, ids.index))
+    forward = {
+        op for op in ids
+        if graph.nodes[op]["phase"] == "forward"
+        or any(graph.nodes[v]["phase"] == "forward" for v in nx.descendants(graph, op))
+    }  # fmt: skip
+    if not forward or not any(host.autograd for host in cluster.hosts):
+        return {}
+    of: dict[int, int] = {}
+    for op in order:
+        if op in forward:
+            continue
+        read = sorted(graph.predecessors(op), key=ids.index)
+        before = [u for u in read if u in forward]
+        named = op.replace("backward/", "")
+        if named != op and named in forward:
+            twin = ids.index(named)
+        elif before:
+            twin = ids.index(max(before, key=order.index))
+        elif read:
+            twin = of[ids.index(read[0])]
+        else:
+            twin = ids.index(next(op for op in order if op in forward))
+        of[ids.index(op)] = twin
+    return of
+
+
+def twin_issue_order(graph: nx.DiGraph[str], cluster: Cluster, priority: list[float]) -> list[int]:
+    ids = list(graph)
+    backward = twin_backward(graph, cluster)
     order: list[int] = []
     while len(order) < len(ids):
         ready = [
             i for i, op in enumerate(ids)
             if i not in order and all(ids.index(u) in order for u in graph.predecessors(op))
         ]  # fmt: skip
-        order.append(min(ready, key=lambda i: (-priority[i], i)))
+        forward = [i for i in ready if i not in backward]
+        updates = [i for i in ready if graph.nodes[ids[i]]["phase"] == "optimizer"]
+        if forward:
+            order.append(min(forward, key=lambda i: (-priority[i], i)))
+        elif updates:
+            order.append(min(updates))
+        else:
+            order.append(min(ready, key=lambda i: (-order.index(backward[i]), i)))
     return order
 
 
@@ -96,7 +134,7 @@ def twin_host_step(
         allocate(s.destination, s.size)
         drop(s.producer, id(s))
 
-    for i in twin_issue_order(graph, priority):
+    for i in twin_issue_order(graph, cluster, priority):
         d = devices[i]
         arrivals = [0]
         for u in producers[i]:

@@ -92,7 +92,7 @@ QUEUE: Final = _table(
 OP_STATE: Final = _table(
     remaining="i4",  # inputs not yet there; express: inputs of unknown arrival
     rank="u4",  # by priority
-    latest="i8",  # express: latest known arrival
+    latest="i8",  # express: latest known arrival; hosts: rank among the backward ops
 )
 DEVICE_STATE: Final = _table(
     work_left_ns="i8",  # cost of the ops that have not started
@@ -135,6 +135,11 @@ HOST_DEVICE: Final = _table(
     synchronous="?",  # an op occupies its thread until it ends
     overlap="?",  # copies from here run beside the ops
 )
+AUTOGRAD: Final = _table(
+    first="i4",  # of a forward op: the first of its backward ops, or -1
+    next="i4",  # of a backward op: the next one of the same forward op, or -1
+    is_backward="?",
+)
 HOST_STATE: Final = _table(  # by thread
     clock_ns="i8",  # until then it is occupied
     left_ns="i8",  # that ops still to be issued will occupy it
@@ -158,6 +163,7 @@ class ProblemArrays(NamedTuple):
     has_load: bool  # see envs.simulator.kernel.load
     hosts: Table  # (D,) of HOST_DEVICE
     has_hosts: bool  # see envs.simulator.kernel.host
+    autograd: Table  # (N + 1,) of AUTOGRAD, the last row has the optimizer ops; (0,) without it
     once_per_destination: bool
     express: bool  # see envs.simulator.kernel.express, which keeps its own fields in a workspace
 
@@ -204,5 +210,6 @@ class Workspace(NamedTuple):
     received_bytes: Longs  # express: (N,) received for every op until it ends
     hosts: Table  # (D,) of HOST_STATE
     issued: Indices  # (N,) with hosts: ops in the order of issue; N first if not known
+    backward: Indices  # with autograd: backward ops by rank
     rests: Longs  # (2,) see envs.simulator.kernel.step
     counts: Longs  # (COUNTS,)

@@ -1,8 +1,7 @@
 """The step of a cluster with hosts: threads issue the ops one after the other, in one order.
 
-Of the ops whose inputs have been issued, that of highest priority is issued next, ties by index.
-The order depends on priorities alone, so it is kept from step to step until they change. It decides
-all times, which follow from a single sweep: each op finds its start from those it reads.
+The order of issue (:mod:`envs.simulator.kernel.issue`) decides all times, which follow from a
+single sweep: each op finds its start from those it reads.
 
 An op occupies the thread of its device for ``launch_ns``, then waits in the queue of its device: it
 starts when it has been issued, all earlier ops of the device have ended, and its inputs are there.
@@ -41,7 +40,7 @@ from envs.simulator.kernel.arrays import (
     Workspace,
 )
 from envs.simulator.kernel.full import allocate, release_inputs
-from envs.simulator.kernel.queues import add_ready, pop_ready
+from envs.simulator.kernel.issue import order_of_issue
 
 _NO_LINK: Final = -2
 
@@ -52,7 +51,7 @@ def host_core(
 ) -> int:
     """Return what ``simulate_core`` returns; ``work.order`` must be that of the priorities."""
     if len(devices) > 0 and work.issued[0] >= len(devices):
-        _order_of_issue(arrays, work)
+        order_of_issue(arrays, work)
     if not _reset(arrays, work, devices, memory):
         return INFEASIBLE_NS
     if memory != RECORD_MEMORY and fits_anyway(arrays, work):
@@ -134,36 +133,6 @@ def fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
         if work.devices[d].most_bytes > arrays.memory_bytes[d]:
             return False
     return True
-
-
-@compiled_inline
-def _order_of_issue(arrays: ProblemArrays, work: Workspace) -> None:
-    """List ops in the order of issue: by rank, but an op whose inputs are late right after them."""
-    count = len(work.ops)
-    for k in range(count):
-        i = index(k)
-        inputs = arrays.ops[index(i + 1)].predecessor_start - arrays.ops[i].predecessor_start
-        work.ops[i].remaining = inputs
-    first = work.devices[0]  # its row holds ops that are late
-    first.ready = 0
-    first.lone = -1
-    issued = int64(0)
-    for rank in range(count):
-        late = int64(work.order[rank])
-        if work.ops[index(late)].remaining > 0:
-            continue
-        while late >= 0:
-            i = index(late)
-            work.issued[index(issued)] = i
-            issued += 1
-            begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
-            for k in range(begin, end):
-                v = arrays.edges[index(k)].target
-                op = work.ops[v]
-                op.remaining -= 1
-                if op.remaining == 0 and op.rank < rank:
-                    add_ready(work, v, 0)
-            late = int64(pop_ready(work, 0))
 
 
 @compiled_inline

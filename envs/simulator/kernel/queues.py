@@ -42,9 +42,9 @@ def add_ready(work: Workspace, i: int, d: int) -> None:
         device.lone = i
         return
     if device.lone >= 0:
-        _set_bit(work, work.ops[index(device.lone)].rank, d)
+        set_bit(work, work.ops[index(device.lone)].rank, d)
         device.lone = -1
-    _set_bit(work, work.ops[i].rank, d)
+    set_bit(work, work.ops[i].rank, d)
 
 
 @compiled_inline
@@ -56,11 +56,12 @@ def pop_ready(work: Workspace, d: int) -> int:
     device.ready -= 1
     lone = device.lone
     device.lone = -1
-    return int(lone) if lone >= 0 else int(work.order[_pop_bit(work, d)])
+    return int(lone) if lone >= 0 else int(work.order[pop_bit(work, d)])
 
 
 @compiled_inline
-def _set_bit(work: Workspace, rank: int, d: int) -> None:
+def set_bit(work: Workspace, rank: int, d: int) -> None:
+    """Add a rank to the bitmap of a device."""
     word = index(rank >> WORD_BITS)
     group = index(word >> WORD_BITS)
     work.ready[d, word] |= 1 << (rank & _LOW_BITS)
@@ -70,7 +71,7 @@ def _set_bit(work: Workspace, rank: int, d: int) -> None:
 
 
 @compiled_inline
-def _pop_bit(work: Workspace, d: int) -> int:
+def pop_bit(work: Workspace, d: int) -> int:
     """Remove and return the lowest rank in the bitmap, which must not be empty."""
     group = work.devices[d].ready_first
     while work.ready_words[d, index(group)] == 0:

@@ -10,6 +10,7 @@ import numpy as np
 from envs.hardware.link_tables import NO_QUEUE
 from envs.problem import Longs, Problem, each_in_nanoseconds
 from envs.simulator.kernel.arrays import (
+    AUTOGRAD,
     CODE_BITS,
     COPY_STATE,
     COUNTS,
@@ -31,7 +32,8 @@ from envs.simulator.kernel.arrays import (
     Table,
     Workspace,
 )
-from graphs.graph import GraphArrays
+from envs.simulator.kernel.issue import forward_op_of, issued_by_autograd
+from graphs.graph import PHASES, GraphArrays
 
 EXPRESS_DEVICES: Final = 64
 """Most devices of the express path, where a set of devices is one word."""
@@ -61,6 +63,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         has_load=problem.load is not None,
         hosts=_hosts(problem),
         has_hosts=problem.hosts is not None,
+        autograd=_autograd(problem),
         once_per_destination=problem.cluster.once_per_destination,
         express=_may_express(problem),
     )
@@ -104,6 +107,7 @@ def workspace_for(problem: Problem) -> Workspace:
         received_bytes=np.zeros(n, np.int64),
         hosts=np.zeros(d, HOST_STATE),
         issued=np.full(n, n, np.uint32),
+        backward=np.zeros(np.count_nonzero(issued_by_autograd(problem)), np.uint32),
         rests=np.zeros(2, np.int64),
         counts=np.zeros(COUNTS, np.int64),
     )
@@ -210,6 +214,20 @@ def _hosts(problem: Problem) -> Table:
         for name in HOST_DEVICE.names or ():
             hosts[name] = getattr(problem.hosts, name)
     return hosts
+
+
+def _autograd(problem: Problem) -> Table:
+    graph, backward = problem.graph, issued_by_autograd(problem)
+    if not backward.any():
+        return np.zeros(0, AUTOGRAD)
+    table = np.zeros(len(graph) + 1, AUTOGRAD)
+    table["first"] = table["next"] = -1
+    table["is_backward"][:-1] = backward
+    of = forward_op_of(graph, backward)
+    of[graph.phase == PHASES.index("optimizer")] = len(graph)
+    for i in np.flatnonzero(backward)[::-1].tolist():  # lists begin with the lowest index
+        table["next"][i], table["first"][of[i]] = table["first"][of[i]], i
+    return table
 
 
 def _lines(problem: Problem) -> list[int]:

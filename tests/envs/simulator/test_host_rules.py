@@ -1,0 +1,186 @@
+"""Host threads in the simulator: hand-checked steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.host import Host
+from envs.problem import Problem
+from envs.simulator import Simulator
+from envs.simulator.bounds import lower_bound_ns
+from envs.simulator.critical_path import critical_path
+from envs.simulator.max_load import loads_of
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.candidate import Kind
+from placer.search.evaluator import Evaluator
+from tests.helpers.simulator_cases import run
+
+
+def machine(*, overlap: bool = False) -> Cluster:
+    """Return two GPUs with launches of 10 us, and the CPU; copies of 1 byte take 100 us."""
+    names = ("cuda:0", "cuda:1", "cpu")
+    return Cluster(
+        name="machine",
+        devices=tuple(
+            Device(
+                name=name,
+                kind=name.partition(":")[0],
+                memory_bytes=10**9,
+                launch_s=10e-6 if name != "cpu" else 0.0,
+            )
+            for name in names
+        ),
+        links=(
+            Link(
+                between=names, latency_s=100e-6, bandwidth_bytes_per_s=float("inf"), sharing="pair"
+            ),
+        ),
+        hosts=(Host(devices=names, overlap=overlap),),
+    )
+
+
+def ops(costs_us: dict[str, float], edges: str = "") -> nx.DiGraph[str]:
+    graph = new_graph("ops")
+    for name, cost_us in costs_us.items():
+        add_op(graph, name, cost_s={"*": cost_us * 1e-6}, output_bytes=1)
+    for edge in edges.split():
+        add_edge(graph, edge[0], edge[1])
+    return graph
+
+
+GPU, OTHER, CPU = 0, 1, 2
+
+
+@pytest.mark.parametrize("devices", [[GPU] * 4, [GPU, OTHER] * 2])
+def test_a_second_gpu_gains_nothing_where_launches_take_longest(devices: list[int]) -> None:
+    schedule = run(ops(dict.fromkeys("abcd", 1.0)), machine(), devices)
+    assert schedule.start_ns.tolist() == [10_000, 20_000, 30_000, 40_000]
+    assert schedule.step_ns == 41_000
+
+
+def test_ops_wait_in_the_queue_of_their_device() -> None:
+    schedule = run(ops(dict.fromkeys("abc", 50.0)), machine(), [GPU, GPU, OTHER])
+    assert schedule.start_ns.tolist() == [10_000, 60_000, 30_000]
+    assert schedule.step_ns == 110_000
+
+
+def test_an_op_on_the_cpu_delays_launches_that_come_after_it() -> None:
+    graph = ops({"a": 5.0, "b": 200.0, "c": 5.0})
+    first = run(graph, machine(), [GPU, CPU, GPU], [3.0, 2.0, 1.0])
+    assert first.start_ns.tolist() == [10_000, 10_000, 220_000]
+    last = run(graph, machine(), [GPU, CPU, GPU], [3.0, 1.0, 2.0])
+    assert last.start_ns.tolist() == [10_000, 20_000, 20_000]
+    assert (first.step_ns, last.step_ns) == (225_000, 220_000)
+
+
+def test_a_copy_to_the_cpu_waits_for_the_whole_queue_and_blocks_the_thread() -> None:
+    graph = ops({"a": 50.0, "b": 300.0, "c": 20.0, "d": 5.0}, "ac")
+    schedule = run(graph, machine(), [GPU, GPU, CPU, OTHER], [4.0, 3.0, 2.0, 1.0])
+    # b ends at 360; the copy takes 100, c 20, and only then d is launched.
+    assert schedule.transfers.start_ns.tolist() == [360_000]
+    assert schedule.start_ns.tolist() == [10_000, 60_000, 460_000, 490_000]
+    beside = run(graph, machine(overlap=True), [GPU, GPU, CPU, OTHER], [4.0, 3.0, 2.0, 1.0])
+    assert beside.transfers.start_ns.tolist() == [60_000]
+    assert beside.start_ns.tolist() == [10_000, 60_000, 160_000, 190_000]
+
+
+def test_a_copy_from_the_cpu_holds_the_thread_and_the_queue_of_its_destination() -> None:
+    graph = ops({"a": 50.0, "b": 300.0, "c": 20.0, "d": 5.0}, "ac")
+    schedule = run(graph, machine(), [CPU, GPU, GPU, OTHER], [4.0, 3.0, 2.0, 1.0])
+    # b runs from 60 to 360; the copy is over at 460.
+    assert schedule.start_ns.tolist() == [0, 60_000, 470_000, 480_000]
+
+
+def test_a_copy_in_line_holds_the_queues_of_both_gpus() -> None:
+    graph = ops({"a": 10.0, "b": 10.0, "c": 10.0, "d": 10.0}, "ab")
+    schedule = run(graph, machine(), [GPU, OTHER, GPU, OTHER], [4.0, 3.0, 2.0, 1.0])
+    # The copy takes from 20 to 120; the thread goes on.
+    assert schedule.start_ns.tolist() == [10_000, 120_000, 120_000, 130_000]
+    beside = run(graph, machine(overlap=True), [GPU, OTHER, GPU, OTHER], [4.0, 3.0, 2.0, 1.0])
+    assert beside.start_ns.tolist() == [10_000, 120_000, 30_000, 130_000]
+
+
+def two_branches() -> nx.DiGraph[str]:
+    """Return a training step of x and y, whose sum is the loss; each op takes 1 us."""
+    graph = new_graph("branches")
+    for name in ("x", "y", "sum"):
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=1)
+        add_op(graph, f"backward/{name}", cost_s={"*": 1e-6}, output_bytes=1, phase="backward")
+        add_edge(graph, name, f"backward/{name}")
+    for name in "xy":
+        add_edge(graph, name, "sum")
+        add_edge(graph, "backward/sum", f"backward/{name}")
+    return graph
+
+
+@pytest.mark.parametrize(("first", "second"), ["xy", "yx"])
+def test_autograd_issues_the_backward_ops_in_reverse_of_the_forward_ops(
+    first: str, second: str
+) -> None:
+    graph = two_branches()
+    cluster = replace(machine(), hosts=(Host(devices=("cuda:0", "cpu"), autograd=True),))
+    wanted = {first: 9.0, f"backward/{first}": 8.0, f"backward/{second}": 7.0}
+    schedule = run(graph, cluster, [GPU] * 6, [wanted.get(op, 0.0) for op in graph])
+    assert schedule.issued is not None
+    assert [list(graph)[i] for i in schedule.issued] == [
+        first, second, "sum", "backward/sum", f"backward/{second}", f"backward/{first}",
+    ]  # fmt: skip
+    assert schedule.start_ns[schedule.issued].tolist() == [1000 * k for k in range(10, 70, 10)]
+
+
+def test_autograd_updates_parameters_as_soon_as_their_gradients_are_there() -> None:
+    graph = two_branches()
+    add_op(graph, "update", cost_s={"*": 1e-6}, phase="optimizer")
+    add_edge(graph, "backward/y", "update")
+    cluster = replace(machine(), hosts=(Host(devices=("cuda:0", "cpu"), autograd=True),))
+    schedule = run(graph, cluster, [GPU] * 7, [-float(op == "update") for op in graph])
+    assert schedule.issued is not None
+    issued = [list(graph)[i] for i in schedule.issued]
+    assert issued[-3:] == ["backward/y", "update", "backward/x"]
+
+
+def test_a_device_without_a_host_has_a_thread_of_its_own() -> None:
+    hosts = (Host(devices=("cuda:0", "cpu")),)
+    schedule = run(
+        ops(dict.fromkeys("abcd", 1.0)), replace(machine(), hosts=hosts), [GPU, OTHER] * 2
+    )
+    assert schedule.start_ns.tolist() == [10_000, 0, 20_000, 11_000]
+
+
+def test_the_bound_counts_launches_of_the_thread() -> None:
+    graph = ops(dict.fromkeys("abcdefgh", 1.0))
+    for node in graph.nodes.values():
+        node["devices"] = ("cuda:0", "cuda:1")
+    problem = Problem.of(GraphArrays.from_graph(graph), machine())
+    assert lower_bound_ns(problem) >= 80_000
+
+
+def test_loads_count_launches() -> None:
+    problem = Problem.of(GraphArrays.from_graph(ops({"a": 1.0, "b": 2.0})), machine())
+    assert loads_of(problem, np.array([GPU, CPU], np.int32)).load_ns.tolist() == [11_000, 0, 2_000]
+
+
+def test_the_path_names_the_launches_of_the_thread() -> None:
+    graph = ops(dict.fromkeys("abc", 1.0))
+    problem = Problem.of(GraphArrays.from_graph(graph), machine())
+    schedule = Simulator(problem).run(np.zeros(3, np.int32), np.zeros(3))
+    path = critical_path(problem, schedule)
+    assert [(part.kind, part.end_ns) for part in path] == [
+        ("host busy", 30_000),
+        ("compute", 31_000),
+    ]
+
+
+def test_candidates_launch_before_ops_of_the_cpu_if_that_is_faster() -> None:
+    problem = Problem.of(GraphArrays.from_graph(ops({"a": 200.0, "b": 200.0})), machine())
+    devices, priority = np.array([CPU, GPU], np.int32), np.array([2.0, 1.0])
+    evaluator = Evaluator(problem)
+    assert evaluator.candidate(Kind.HEFT, devices, priority).step_ns == 210_000
+    existing = evaluator.candidate(Kind.WARM_START, devices, priority)
+    assert existing.step_ns == 410_000
+    assert existing.priority.tolist() == priority.tolist()
