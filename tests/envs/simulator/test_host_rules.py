@@ -105,12 +105,14 @@ def test_a_copy_in_line_holds_the_queues_of_both_gpus() -> None:
     assert beside.start_ns.tolist() == [10_000, 120_000, 30_000, 130_000]
 
 
-def two_branches() -> nx.DiGraph[str]:
-    """Return a training step of x and y, whose sum is the loss; each op takes 1 us."""
+def two_branches(forward_us: float = 1.0, backward_us: float = 1.0) -> nx.DiGraph[str]:
+    """Return a training step of x and y, whose sum is the loss, which takes 1 us."""
     graph = new_graph("branches")
     for name in ("x", "y", "sum"):
-        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=1)
-        add_op(graph, f"backward/{name}", cost_s={"*": 1e-6}, output_bytes=1, phase="backward")
+        before, after = (forward_us, backward_us) if name != "sum" else (1.0, 1.0)
+        add_op(graph, name, cost_s={"*": before * 1e-6}, output_bytes=1)
+        of = f"backward/{name}"
+        add_op(graph, of, cost_s={"*": after * 1e-6}, output_bytes=1, phase="backward")
         add_edge(graph, name, f"backward/{name}")
     for name in "xy":
         add_edge(graph, name, "sum")
@@ -184,3 +186,15 @@ def test_candidates_launch_before_ops_of_the_cpu_if_that_is_faster() -> None:
     existing = evaluator.candidate(Kind.WARM_START, devices, priority)
     assert existing.step_ns == 410_000
     assert existing.priority.tolist() == priority.tolist()
+
+
+def test_candidates_take_the_order_of_the_graph_if_autograd_is_then_faster() -> None:
+    hosts = (Host(devices=("cuda:0", "cpu"), overlap=True, autograd=True),)
+    graph = two_branches(forward_us=100.0, backward_us=200.0)
+    problem = Problem.of(GraphArrays.from_graph(graph), replace(machine(), hosts=hosts))
+    devices = np.array([CPU if op.endswith("x") else GPU for op in graph], np.int32)
+    priority = np.array([float(op == "y") for op in graph])
+    evaluator = Evaluator(problem)
+    # y first: its backward op is launched when the CPU is done with that of x, from 312 to 512.
+    assert evaluator.costs(devices[None], priority[None]).tolist() == [722_000]
+    assert evaluator.candidate(Kind.HEFT, devices, priority).step_ns == 512_000
