@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from graphs.graph_file import save_graph
 from graphs.synthetic.shapes import layered
@@ -52,10 +53,14 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_collection_finish() -> None:
-    """Exempt the million objects of imports from garbage collection."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exempt the million objects of imports from garbage collection, and fix hypothesis's draws."""
     gc.collect()
     gc.freeze()
+    if session.config.getoption("hypothesis_profile", None) is None:
+        # Some draws are numbers in the source of modules that tests before have imported: other
+        # examples in every order of tests. There is no public way to turn that off.
+        vars(providers)["_get_local_constants"] = lambda: providers._local_constants
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
