@@ -86,6 +86,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def same_free_memory() -> Iterator[None]:
+    """Let devices of this machine be as large whatever else runs on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("envs.hardware.discover.available_memory_bytes", lambda: 64 << 30)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Seed the generators of models and inputs, so that the order of tests does not matter."""
