@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from graphs.graph_file import save_graph
 from graphs.synthetic.shapes import layered
@@ -52,10 +53,14 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_collection_finish() -> None:
-    """Exempt the million objects of imports from garbage collection."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exempt the million objects of imports from garbage collection, and fix hypothesis's draws."""
     gc.collect()
     gc.freeze()
+    if session.config.getoption("hypothesis_profile", None) is None:
+        # Some draws are numbers in the source of modules that tests before have imported: other
+        # examples in every order of tests. There is no public way to turn that off.
+        vars(providers)["_get_local_constants"] = lambda: providers._local_constants
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -78,6 +83,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the measurements of tests out of the user's cache, and the user's cache out of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLACER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_free_memory() -> Iterator[None]:
+    """Let devices of this machine be as large whatever else runs on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("envs.hardware.discover.available_memory_bytes", lambda: 64 << 30)
         yield
 
 

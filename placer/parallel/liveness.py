@@ -30,6 +30,8 @@ RUN_FAILED: Final = 1
 INTERVAL_S: Final = 0.5
 MISSED: Final = 4
 """A rank without a heartbeat for this many intervals is gone."""
+MOST_WAITS: Final = 10
+"""How often a rank waits so long when it does not get to its own heartbeats either."""
 
 
 class PeerError(RuntimeError):
@@ -143,12 +145,16 @@ class Liveness:
         return self._report
 
     def _gone(self) -> str:
-        before = self._heartbeats()
-        self._sleep(MISSED * self._interval_s)
+        before, begun = self._heartbeats(), self._beat
+        for _ in range(MOST_WAITS):
+            self._sleep(MISSED * self._interval_s)
+            if self._beat - begun >= MISSED // 2:  # else this machine is too busy to tell
+                break
         after = self._heartbeats()
         if report := self._reported():
             return report
-        gone = [rank for rank in range(self._ranks) if before[rank] == after[rank]]
+        others = set(range(self._ranks)) - {self._rank}
+        gone = [rank for rank in sorted(others) if before[rank] == after[rank]]
         return self._report_lost(gone) if gone else ""
 
     def _report_lost(self, gone: list[int]) -> str:

@@ -145,8 +145,8 @@ def property_tests(seed: int, seconds: float) -> int:
             try:
                 code = process.wait(left_s)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # pytest then prints its results
-                code = 0 if process.wait() == 2 else 1
+                process.kill()  # Ctrl-C would be for the search that a test runs, which then fails
+                code = 0  # with a failure it would have ended itself
         if code:
             return 1
         seed += 1

@@ -30,7 +30,7 @@ from .lanes import forked
 TOKEN: Final = "PLACER_CAMPAIGN"
 PATIENCE_S: Final = 180.0
 """Wall seconds after which a job counts as hung: a hundred times the usual on a quiet machine."""
-FAREWELL_S: Final = 10.0
+FAREWELL_S: Final = 30.0
 """Wall seconds for processes to end after the one that was killed; long for busy machines."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 CLONE_NEWNS: Final = 0x20000

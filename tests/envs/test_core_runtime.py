@@ -221,6 +221,7 @@ def test_without_new_workers_all_fail_and_measuring_can_go_on_later(
     def refuse(*_: object, **__: object) -> WorkerPool:
         raise OSError("too many open files")
 
+    pool_of(backend)  # where not even the first workers start, that is an error
     backend.close()
     with monkeypatch.context() as patch:
         patch.setattr("envs.core_runtime.executor.WorkerPool", refuse)

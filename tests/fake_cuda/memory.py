@@ -33,12 +33,12 @@ class Block:
     allocator: Allocator
     memory: torch.Tensor  # bytes
     stream: Stream
-    users: set[Stream] = field(default_factory=set)
+    users: dict[Stream, None] = field(default_factory=dict)  # in order, as no set is
 
     def record(self, stream: Stream) -> None:
         """Keep the memory from being reused before this stream has done its work."""
         if stream is not self.stream:
-            self.users.add(stream)
+            self.users[stream] = None
 
     def __del__(self) -> None:
         self.allocator.free(self)

@@ -152,7 +152,8 @@ class Queues:
         if self.refuses_to_wait:
             raise RuntimeError("called a synchronizing CUDA operation")
         while not mark.is_done and not self.error:
-            ready = [stream for stream in self._streams_before(mark) if stream.is_ready]
+            before = self._streams_before(mark)
+            ready = [s for s in self.streams if s in before and s.is_ready]  # a set has no order
             fastest = max(self._pace[stream] for stream in ready)
             self._run(self._random.choice([s for s in ready if self._pace[s] == fastest]))
             self._run_early()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def state_of(process_id: int) -> str:
     """Return the state letter in /proc, "T" for stopped; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    return next(iter(_stat(process_id)), "")
 
 
 def is_alive(process_id: int) -> bool:
@@ -37,21 +35,29 @@ def all_end(process_ids: Iterable[int]) -> bool:
 
 
 def descendants() -> set[int]:
-    """Return the ids of all direct and indirect child processes."""
+    """Return the ids of all direct and indirect child processes.
+
+    The kernel lists children by thread, and leaves some out when a thread ends meanwhile: each
+    process is asked for its parent instead.
+    """
+    children = defaultdict[int, list[int]](list)
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (words := _stat(int(folder.name))):
+            children[int(words[1])].append(int(folder.name))
     found, unread = set[int](), [os.getpid()]
     while unread:
-        started = _children(unread.pop()) - found
-        found |= started
+        started = children[unread.pop()]
+        found.update(started)
         unread += started
     return found
 
 
-def _children(process_id: int) -> set[int]:
-    numbers = set[int]()
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{process_id}/task").iterdir():
-            numbers |= set(map(int, (task / "children").read_text().split()))
-    return numbers
+def _stat(process_id: int) -> list[str]:
+    """Return the words of /proc/PID/stat from the state on; [] if there is no such process."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 @contextmanager

@@ -33,6 +33,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What ``placer.run`` joins its ranks with, by type of device."""
 
 
+PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
 class RankError(AssertionError):
     """A rank failed; the message contains its traceback."""
 
@@ -41,7 +44,7 @@ def on_ranks(
     count: int,
     work: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 600.0,
     joined: bool = True,
     device_type: str = "cpu",
 ) -> list[Any]:
@@ -167,8 +170,28 @@ def _rank(
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody listens on."""
+    """Return a port that nobody listens on, and that no other test gets while this process lives.
+
+    It is none of those that the kernel gives to connections: one of them might take it meanwhile.
+    """
+    lowest_given = int(PORTS_GIVEN.read_text().split()[0])
+    first = max(lowest_given - 8000, 1024)
+    for number in range(lowest_given - first):
+        port = first + (97 * os.getpid() + number) % (lowest_given - first)
+        if _is_reserved_here(port):
+            return port
+    raise RuntimeError(f"all ports from {first} to {lowest_given - 1} are in use")
+
+
+def _is_reserved_here(port: int) -> bool:
+    """Reserve a port for this process and return True, or return False if it is in use."""
+    mark = socket.socket(socket.AF_UNIX)  # its name is gone with its last process
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        try:
+            mark.bind(f"\0port {port} of a test")
+            probe.bind(("", port))
+        except OSError:
+            mark.close()
+            return False
+    mark.detach()
+    return True

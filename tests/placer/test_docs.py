@@ -157,7 +157,7 @@ def run_command(command: Command) -> None:
         path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(
-            [*program, *words[1:]], env=environment, timeout=300, check=False
+            [*program, *words[1:]], env=environment, timeout=1200, check=False
         ).returncode
     assert code == 0, f"{command.where}: {' '.join(words)!r} ended with {code}"
 

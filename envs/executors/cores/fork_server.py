@@ -39,7 +39,7 @@ MALLOC: Final = {
 MOST_FDS: Final = 253
 """Descriptors that one message may carry, SCM_MAX_FD of Linux."""
 MESSAGE_BYTES: Final = 1 << 16
-REPORT_S: Final = 5.0
+REPORT_S: Final = 30.0
 """Time that the server has to report the exit status of a worker that ended."""
 LOST: Final = 255
 """Exit status of a worker whose server ended first."""

@@ -43,6 +43,8 @@ def spread_seed(seed: int, number: int) -> int:
 LEAD_NS: Final = 300_000
 """Time from announcing a step to its start, which is at the same instant for all workers."""
 START_TIMEOUT_S: Final = 120.0
+ENDING_S: Final = 30.0
+"""Time that a worker which closed its pipe has to end, on a loaded machine."""
 NOT_STARTED: Final = -1
 
 
@@ -286,7 +288,7 @@ class WorkerPool:
         if number is not None:
             text += f"; its last op was {self._op_at(number, d)}"
         if what == "died":
-            worker.process.wait(timeout_s=5)
+            worker.process.wait(ENDING_S)
         status = worker.process.poll()
         if status is not None and status < 0:
             text += f" (signal {-status})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -227,8 +228,12 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
         work = partial(of_modules.torch_module_costs, extraction, discover("cpu"))
     else:
         work = partial(profile_calls, extraction, call_graph(extraction), discover("cpu").devices)
+    before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         work()
+    for watch in set(threading.enumerate()) - before:  # each ends the process after what it says
+        watch.join(timeout=60)
+        assert not watch.is_alive()
     assert set(statuses) == {watchdog.STUCK}
 
 

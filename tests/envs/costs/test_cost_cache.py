@@ -123,7 +123,7 @@ def test_two_processes_write_and_read_at_once_and_nothing_is_lost(cache: CostCac
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(cache.path), name]) for name in "xy"
     ]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
+    assert [writer.wait(timeout=600) for writer in writers] == [0, 0]
     names = [f"{name}{i}" for name in "xy" for i in range(40)]
     assert set(cache.known(HERE, names)) == set(names)
     assert cost_s(cache, "both3") == 2.0

@@ -92,11 +92,10 @@ def test_other_names_are_refused_with_what_to_write(names: str, message: str) ->
 
 
 def test_pages_of_files_that_nobody_uses_count_as_free_in_a_control_group(tmp_path: Path) -> None:
-    machine = available_memory_bytes(tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     assert available_memory_bytes(tmp_path) == 100_000
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300000\n")
     assert available_memory_bytes(tmp_path) == 400_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory_bytes(tmp_path) == pytest.approx(machine, rel=0.2)
+    assert available_memory_bytes(tmp_path) > 1_000_000, "that of the machine"

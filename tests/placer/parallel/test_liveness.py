@@ -82,6 +82,21 @@ def test_a_rank_that_never_gave_a_sign_is_named_at_once() -> None:
     assert message.startswith("rank 1 died or hangs: never started (step 0 of rank 0 failed: x)")
 
 
+def test_no_rank_is_named_while_heartbeats_of_ones_own_do_not_come_either() -> None:
+    store, sleeps = run_store(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        for rank in every if len(sleeps) > 3 else ():  # at first the machine is too busy
+            for _ in range(round(seconds / INTERVAL_S)):
+                rank.beat()
+
+    every = [Liveness(store, rank, 2, INTERVAL_S, sleep=sleep) for rank in range(2)]
+    failure = RuntimeError("x")
+    assert every[1].error(failure) is failure
+    assert len(sleeps) == 4
+
+
 def test_a_rank_that_lets_others_wait_but_lives_is_named_as_such() -> None:
     ranks = Ranks(3)
     for waiting in (0, 2):

@@ -30,10 +30,10 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
     """Yield a cluster of two nodes with one processor each, and its second node."""
     from ray.cluster_utils import Cluster
 
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "wait": False})
     try:
-        second = cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
+        second = cluster.add_node(wait=False, num_cpus=1)
+        cluster.wait_for_nodes(timeout=300)
         yield cluster, second
     finally:
         ray.shutdown()

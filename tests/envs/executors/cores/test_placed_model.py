@@ -293,6 +293,7 @@ def test_workers_end_when_placing_fails_in_between(monkeypatch: pytest.MonkeyPat
 
 def test_an_order_that_cannot_be_run_starts_nothing() -> None:
     extraction = extract(tiny_models.conv_net())
+    gc.collect()
     before = open_descriptors()
     count = extraction.program.op_count
     cluster = two_cores()

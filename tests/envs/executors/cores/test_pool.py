@@ -215,6 +215,7 @@ def test_devices_that_cannot_be_had_are_refused_before_anything_starts(
 ) -> None:
     program = extract(tiny_models.structured_output()).program
     devices = [Device(name=name, kind="core", memory_bytes=1) for name in names]
+    gc.collect()
     before = open_descriptors()
     with pytest.raises(ValueError, match=message):
         WorkerPool(program, devices)
