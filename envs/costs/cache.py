@@ -66,6 +66,7 @@ TABLES: Final = (
     ) WITHOUT ROWID""",
 )
 FACTORS: Final = "factor"  # table of :mod:`envs.costs.factor_cache`, made when it is needed
+OVERSIZE: Final = "oversize"  # that of :mod:`envs.costs.oversize_cache`
 MEANING: Final = 1  # version of what a time means
 EVERY_FILE: Final = "op-costs-*.sqlite*"
 Result = TypeVar("Result")
@@ -178,8 +179,9 @@ class CostCache:
                 of_kind = "SELECT id FROM session WHERE kind = ?"
                 file.execute(f"DELETE FROM cost WHERE session IN ({of_kind})", [kind])
                 file.execute("DELETE FROM session WHERE kind = ?", [kind])
-                if self._has_factors(file):
-                    file.execute(f"DELETE FROM {FACTORS} WHERE kind = ?", [kind])
+                for table in (FACTORS, OVERSIZE):
+                    if self._has_table(file, table):
+                        file.execute(f"DELETE FROM {table} WHERE kind = ?", [kind])
 
     def files(self) -> list[Path]:
         """Return the cache's existing files, with those set aside and those of other versions."""
@@ -192,9 +194,9 @@ class CostCache:
         """Return whether nothing was ever stored; a full disk may leave a file without tables."""
         return not self.path.exists() or self.path.stat().st_size == 0
 
-    def _has_factors(self, file: sqlite3.Connection) -> bool:
+    def _has_table(self, file: sqlite3.Connection, name: str) -> bool:
         query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?"
-        return bool(file.execute(query, [FACTORS]).fetchone()[0])
+        return bool(file.execute(query, [name]).fetchone()[0])
 
     def _read(
         self, conditions: Conditions, signatures: list[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs.costs.cache import Conditions, CostCache, Session
+from envs.costs.cache import Conditions, CostCache, KnownCost, Session
 from envs.costs.factor_cache import FactorCache, step_id
 from envs.costs.factors import (
     LARGEST,
@@ -21,6 +21,7 @@ from envs.costs.factors import (
     fitted_source,
     scaled_loaded_s,
 )
+from envs.costs.oversize_cache import OversizeCache
 from envs.hardware.cache_folder import host, processor
 from envs.hardware.cluster import Device
 from envs.hardware.discover import device_kind
@@ -71,6 +72,8 @@ class MeasuredCosts:
     by the factors of the ops' ``classes`` (N,) that were fitted to measured steps; those of the
     ``unplaced`` model are its own. Of the kinds in ``at_once``, {kind: number of devices},
     ``profile`` also returns the seconds while so many devices compute, see :func:`loaded_kind`.
+    ``free_bytes`` returns the free memory of a device, or None: where it is known, ops that did not
+    fit are cached, too, and are profiled again once there is more of it.
     """
 
     profile: Callable[[Sequence[Device]], Mapping[str, NDArray[np.float64]]]
@@ -80,6 +83,7 @@ class MeasuredCosts:
     classes: Sequence[str] = ()
     unplaced: bool = False
     at_once: Mapping[str, int] = field(default_factory=dict)
+    free_bytes: Callable[[Device], int | None] | None = None
 
     def known(self, devices: Mapping[str, Device]) -> dict[str, OpCosts] | None:
         """Return {device kind: costs}, or None unless all are in the cache."""
@@ -97,10 +101,12 @@ class MeasuredCosts:
         if not missing:
             return costs
         today = datetime.date.today().isoformat()
+        room = {device.name: self._free_bytes(device) for device in missing}
         profiled = self.profile(missing)
         for kind in [kind for kind in profiled if kind in devices]:
             device, count = devices[kind], self.at_once.get(kind, 1)
             cost_s = self._stored(device, 1, profiled[kind], today)
+            self._store_oversize(device, cost_s, room[device.name])
             source = f"measured {today}{self.method}"
             costs[kind] = OpCosts.of_one_source(cost_s, source)
             if count > 1:
@@ -119,6 +125,23 @@ class MeasuredCosts:
             CostCache().store(conditions, session)
             FactorCache().forget_factors(conditions, self._step)
         return np.asarray(np.median(runs_s, axis=0), np.float64)
+
+    def _store_oversize(
+        self, device: Device, cost_s: NDArray[np.float64], free_bytes: int | None
+    ) -> None:
+        """Store which ops did not fit in the memory that was free, before and after."""
+        left_bytes = self._free_bytes(device)
+        if self.signatures is None or free_bytes is None or left_bytes is None:
+            return
+        rows = list(zip(self.signatures, np.isnan(cost_s).tolist(), strict=True))
+        fitting = {signature for signature, lacks_room in rows if not lacks_room}
+        oversize = {signature for signature, _ in rows} - fitting
+        OversizeCache().store_oversize(
+            conditions_of(device), oversize, fitting, min(free_bytes, left_bytes)
+        )
+
+    def _free_bytes(self, device: Device) -> int | None:
+        return None if self.free_bytes is None else self.free_bytes(device)
 
     def _cached(self, devices: Mapping[str, Device]) -> dict[str, OpCosts]:
         """Return the costs of those kinds of devices that have all of them in the cache."""
@@ -140,14 +163,24 @@ class MeasuredCosts:
         if self.signatures is None:
             return None
         known = CostCache().known(conditions_of(device, count), self.signatures)
-        if any(signature not in known for signature in self.signatures):
+        lacking = set(self.signatures).difference(known)
+        if lacking and not self._are_oversize(device, lacking):
             return None
-        ops = [known[signature] for signature in self.signatures]
+        no_room = KnownCost(cost_s=np.nan, measured="without room for it")
+        ops = [known.get(signature, no_room) for signature in self.signatures]
         times_s = np.array([op.cost_s for op in ops])
         return OpCosts(
             cost_s=np.maximum(times_s - self._overhead_s(device), 0.0),
             sources=[f"cached, measured {op.measured}{self.method}" for op in ops],
         )
+
+    def _are_oversize(self, device: Device, signatures: Collection[str]) -> bool:
+        """Return whether none of these ops fitted when as much memory was free as now."""
+        free_bytes = self._free_bytes(device)
+        if free_bytes is None:
+            return False
+        oversize = OversizeCache().oversize(conditions_of(device), signatures, free_bytes)
+        return oversize.issuperset(signatures)
 
     def keep_factors(
         self, devices: Mapping[str, Device], factors: Mapping[str, Mapping[str, float]]
@@ -222,7 +255,7 @@ def session_of(runs_s: NDArray[np.float64], signatures: Sequence[str], day: str)
         ops[signature].append(op)
     spread = None
     if len(runs_s) > 1:
-        low, middle, high = np.quantile(runs_s.sum(axis=1), [0.25, 0.5, 0.75])
+        low, middle, high = np.quantile(np.nansum(runs_s, axis=1), [0.25, 0.5, 0.75])
         spread = float((high - low) / middle) if middle else 0.0
     return Session(
         cost_s={signature: _median(runs_s[:, where]) for signature, where in ops.items()},

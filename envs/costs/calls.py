@@ -68,6 +68,7 @@ def call_costs(
         launched=True,
         classes=classes_of(calls.graph),
         unplaced=unplaced,
+        free_bytes=lambda device: torch_devices.free_bytes(torch_device(device.name)),
     )
 
 

@@ -64,7 +64,7 @@ class FactorCache(CostCache):
         if self._is_empty():
             return []
         with self._opened() as file:
-            if not self._has_factors(file):
+            if not self._has_table(file, FACTORS):
                 return []
             return file.execute(
                 f"SELECT class, factor FROM {FACTORS} WHERE {WHERE}", key

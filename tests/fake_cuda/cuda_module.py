@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from envs.executors.torch import streams as product_streams
+from envs.executors.torch.staging import Staging
 from tests.fake_cuda import streams
 from tests.fake_cuda.streams import Event
 
@@ -206,6 +207,7 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
         if hasattr(torch._C, name):  # torch was built with CUDA
             patch.setattr(torch._C, name, lambda: None)
-    # its streams are those of the machine
+    # its streams and page-locked memory are those of the machine
     uncached = product_streams._stream.__wrapped__
     patch.setattr(product_streams, "_stream", functools.cache(uncached))
+    patch.setattr(product_streams, "_STAGING", Staging())

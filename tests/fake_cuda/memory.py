@@ -5,8 +5,9 @@ if another stream is still to read it. If other streams were recorded (``record_
 until they have done what they had been given by then. New memory holds garbage, too: bytes of 255,
 which are NaN as floats and -1 as signed integers.
 
-Unlike torch's allocator it does not cut large pieces of memory into small ones: what is reserved
-beyond tensors is what was freed and is kept for the next tensor of that size.
+What is reserved beyond tensors is what was freed and is kept for the next tensor of that size. With
+``segment_bytes`` tensors of up to half a segment are cut out of segments, as by torch's allocator:
+a segment with a tensor in it is reserved, and gaps in it may be too small for the next one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Block:
     allocator: Allocator
     memory: torch.Tensor  # bytes
     stream: Stream
+    segment: Segment | None = None
     users: dict[Stream, None] = field(default_factory=dict)  # in order, as no set is
 
     def record(self, stream: Stream) -> None:
@@ -45,11 +47,48 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
+class Segment:
+    """Memory that is cut into blocks, and its gaps, (start, end) in order."""
+
+    memory: torch.Tensor
+    gaps: list[tuple[int, int]]
+
+    @property
+    def is_free(self) -> bool:
+        return self.gaps == [(0, self.memory.nbytes)]
+
+    def smallest_gap(self, size_bytes: int) -> tuple[int, int] | None:
+        """Return the smallest gap that is as large as this."""
+        large = [gap for gap in self.gaps if gap[1] - gap[0] >= size_bytes]
+        return min(large, key=lambda gap: gap[1] - gap[0], default=None)
+
+    def cut(self, gap: tuple[int, int], size_bytes: int) -> torch.Tensor:
+        """Return the first bytes of a gap."""
+        start, end = gap
+        rest = [(start + size_bytes, end)] if end - start > size_bytes else []
+        at = self.gaps.index(gap)
+        self.gaps[at : at + 1] = rest
+        return self.memory[start : start + size_bytes]
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        """Join what was cut out with the gaps beside it."""
+        start = int(memory.storage_offset())
+        joined: list[tuple[int, int]] = []
+        for begin, end in sorted([*self.gaps, (start, start + memory.nbytes)]):
+            if joined and joined[-1][1] == begin:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((begin, end))
+        self.gaps = joined
+
+
+@dataclass(slots=True, eq=False)
 class _Kept:
     """Freed memory that may be reused once all marks are done."""
 
     memory: torch.Tensor
     stream: Stream
+    segment: Segment | None
     marks: list[Mark]
 
 
@@ -58,6 +97,7 @@ class Allocator:
 
     def __init__(self, queues: Queues, device: torch.device, total_bytes: int) -> None:
         self.total_bytes = total_bytes
+        self.segment_bytes = 0
         self.fraction = 1.0
         self.allocated_bytes = self.most_allocated_bytes = 0
         self.reserved_bytes = self.most_reserved_bytes = 0
@@ -65,6 +105,7 @@ class Allocator:
         self._device = device
         self._free: defaultdict[Stream, list[torch.Tensor]] = defaultdict(list)
         self._waiting: list[_Kept] = []
+        self._segments: defaultdict[Stream, list[Segment]] = defaultdict(list)
         self.is_open = True
 
     @property
@@ -80,25 +121,49 @@ class Allocator:
         self._queues.check()
         size_bytes = -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
         self._collect()
-        memory = self._reused(size_bytes, stream)
-        if memory is None:
-            if self.reserved_bytes + size_bytes > self.limit_bytes:
-                self.empty_cache()
-            self._check_room(size_bytes)
-            with plainly():
-                memory = torch.full((size_bytes,), GARBAGE, dtype=torch.uint8)
-            self.reserved_bytes += size_bytes
-            self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        segment = None
+        if size_bytes <= self.segment_bytes // 2:
+            segment, memory = self._cut(size_bytes, stream)
+        else:
+            reused = self._reused(size_bytes, stream)
+            memory = self._reserved(size_bytes) if reused is None else reused
         self.allocated_bytes += memory.nbytes
         self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
-        return Block(self, memory, stream)
+        return Block(self, memory, stream, segment)
+
+    def _reserved(self, size_bytes: int) -> torch.Tensor:
+        """Return new memory; if the limit leaves no room, what is kept is given back first."""
+        if self.reserved_bytes + size_bytes > self.limit_bytes:
+            self.empty_cache()
+        self._check_room(size_bytes)
+        self.reserved_bytes += size_bytes
+        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        with plainly():
+            return torch.full((size_bytes,), GARBAGE, dtype=torch.uint8)
+
+    def _cut(self, size_bytes: int, stream: Stream) -> tuple[Segment, torch.Tensor]:
+        """Return memory in a segment of the stream, and the segment."""
+        gaps = [
+            (gap[1] - gap[0], number, gap)
+            for number, segment in enumerate(self._segments[stream])
+            if (gap := segment.smallest_gap(size_bytes)) is not None
+        ]
+        if not gaps:
+            memory = self._reserved(self.segment_bytes)
+            self._segments[stream].append(Segment(memory, [(0, memory.nbytes)]))
+            gaps = [(memory.nbytes, -1, (0, memory.nbytes))]
+        _, number, gap = min(gaps)
+        segment = self._segments[stream][number]
+        with plainly():
+            return segment, segment.cut(gap, size_bytes)
 
     def free(self, block: Block) -> None:
         """Take memory back; called when its last tensor is gone, so it must not raise."""
         self.allocated_bytes -= block.memory.nbytes
         if not self.is_open or self._queues.error:
             return
-        kept = _Kept(block.memory, block.stream, [stream.end for stream in block.users])
+        marks = [stream.end for stream in block.users]
+        kept = _Kept(block.memory, block.stream, block.segment, marks)
         self._waiting.append(kept)
         if not kept.marks:
             self._collect()
@@ -113,13 +178,22 @@ class Allocator:
             self._queues.finish(stream.end)
             self.reserved_bytes -= sum(memory.nbytes for memory in memories)
         self._free.clear()
+        for stream, segments in self._segments.items():
+            unused = [segment for segment in segments if segment.is_free]
+            if unused:
+                self._queues.finish(stream.end)
+            self.reserved_bytes -= len(unused) * self.segment_bytes
+            self._segments[stream] = [segment for segment in segments if segment not in unused]
 
     def _collect(self) -> None:
         """Offer what was freed for reuse, and overwrite it where its stream might."""
         waiting, self._waiting = self._waiting, []
         for kept in waiting:
             if all(mark.is_done for mark in kept.marks):
-                self._free[kept.stream].append(kept.memory)
+                if kept.segment is None:
+                    self._free[kept.stream].append(kept.memory)
+                else:
+                    kept.segment.take_back(kept.memory)
                 self._queues.issue(kept.stream, partial(kept.memory.fill_, GARBAGE))
             else:
                 self._waiting.append(kept)

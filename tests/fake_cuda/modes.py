@@ -84,7 +84,7 @@ class FunctionMode(TorchFunctionMode):
             return self.machine.pin(found) if pins else found
         wants_gradient = not used and kwargs.pop("requires_grad", False)
         non_blocking = kwargs.pop("non_blocking", False)
-        is_new = not any(isinstance(leaf, Tensor) for leaf in leaves)
+        is_new = name.endswith("_like") or not any(isinstance(leaf, Tensor) for leaf in leaves)
         made = self._call(func, args, kwargs, used)
         moved = self.machine.sent(made, device, non_blocking=non_blocking or is_new)
         return moved.requires_grad_() if wants_gradient else moved

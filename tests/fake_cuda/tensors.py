@@ -101,7 +101,8 @@ class CudaTensor(Tensor):
 def part_of(memory: Tensor, like: Tensor) -> Tensor:
     """Return the part of the bytes in memory that a tensor has of its own storage."""
     made = torch.empty(0, dtype=like.dtype)
-    return made.set_(memory.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+    start = memory.storage_offset() // like.itemsize + like.storage_offset()
+    return made.set_(memory.untyped_storage(), start, like.size(), like.stride())
 
 
 def devices_of(func: Any, args: Any, kwargs: Any) -> set[torch.device]:

@@ -255,3 +255,30 @@ def test_a_device_has_no_more_memory_than_its_limit(machine: Machine) -> None:
     torch.empty(1 << 19, dtype=torch.uint8, device=OTHER)
     del held
     torch.empty(1 << 20, dtype=torch.uint8, device=FIRST)
+
+
+def test_gaps_in_segments_count_as_reserved_and_may_be_too_small(machine: Machine) -> None:
+    kilo = 1 << 10
+    machine.allocators[0].segment_bytes = 8 * kilo
+    torch.cuda.set_per_process_memory_fraction(
+        8 * kilo / torch.cuda.get_device_properties(FIRST).total_memory, FIRST
+    )
+
+    def made(count: int, value: int) -> Tensor:
+        return torch.full((count * kilo,), value, dtype=torch.uint8, device=FIRST)
+
+    rows = [made(2, value) for value in range(4)]
+    assert torch.cuda.memory_allocated(FIRST) == torch.cuda.memory_reserved(FIRST) == 8 * kilo
+    assert [set(row.tolist()) for row in rows] == [{0}, {1}, {2}, {3}]
+    del rows[2], rows[0]
+    assert torch.cuda.memory_allocated(FIRST) == 4 * kilo
+    with pytest.raises(torch.OutOfMemoryError):
+        made(4, 4)  # two gaps of two
+    again = made(1, 5)
+    assert [set(row.tolist()) for row in (*rows, again)] == [{1}, {3}, {5}]
+    del rows, again
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(FIRST) == 0
+    joined = made(4, 6)
+    assert set(joined.tolist()) == {6}
+    assert torch.cuda.memory_reserved(FIRST) == 8 * kilo

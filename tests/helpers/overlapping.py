@@ -18,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from envs.executors.torch import streams
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.staging import Staging
 from envs.executors.torch.streams import arrived, sending
 from envs.measured import TimedStep
 from envs.torch_runtime import executor
@@ -139,6 +141,22 @@ def leaves_compute_alone(way: str, seed: int) -> None:
         assert any(stream.pending for stream in side), "the copy is still to come"
         assert [stream.done for stream in side] == before
         assert_equal(arrived(sent), expected_there())
+
+
+def sent_through_little_memory(dense: bool, seed: int) -> None:
+    """Staging is written again and again, and tensors are larger than it or than a part of it."""
+    with fake_cuda(2, seed=seed), pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(streams, "_STAGING", Staging(1 << 10))
+        for size in (SIZE // 8, SIZE, 5 * SIZE, 20 * SIZE):
+            given = torch.arange(2.0 * size).reshape(-1, 8)
+            sent = []
+            for number, device in enumerate((FIRST, OTHER, FIRST)):
+                made = (given + number) if dense else (given + number).t()[::2]
+                sent.append((sending(made, device), made.clone()))
+                made.zero_()
+                busy(device)
+            for each, expected in sent:
+                assert_equal(arrived(each) + 1, expected + 1)
 
 
 # --- whole steps
@@ -282,6 +300,12 @@ SCENARIOS: Final[dict[str, Callable[[int], None]]] = {
         f"{work.__name__} {way}": partial(work, way)
         for work in (sent_without_gradient, sent_twice, sent_with_gradient, leaves_compute_alone)
         for way in WAYS
+    },
+    **{
+        f"little memory, {'dense' if dense else 'parts'}": partial(
+            sent_through_little_memory, dense
+        )
+        for dense in (True, False)
     },
     **{f"input pinned {pinned}": partial(input_arrives, pinned) for pinned in (False, True)},
     **{

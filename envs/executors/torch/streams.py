@@ -2,8 +2,8 @@
 
 With CUDA a copy runs on a stream of its own. It starts as soon as its tensor is made, and only its
 reader waits for it: a stream by an event, the CPU until the event has happened. Copies from the
-host go through page-locked memory. The gradient comes back the same way. Between other devices a
-copy is a plain one.
+host go through page-locked memory, which is limited. The gradient comes back the same way. Between
+other devices a copy is a plain one.
 
 Memory that one stream allocates and another uses is marked (``record_stream``), so that it is not
 reused meanwhile. Between two accelerators torch copies on the current stream of the source, and
@@ -17,10 +17,14 @@ from __future__ import annotations
 import functools
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from envs.executors.torch.staging import Staging
+
+_STAGING: Final = Staging()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,15 +52,6 @@ def arrived(sent: Sent) -> torch.Tensor:
     """Return the copy, for calls that are launched from here on."""
     _wait(sent.event, sent.copy.device)
     return sent.copy
-
-
-def staged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a host tensor, in page-locked memory if CUDA is available.
-
-    It is dense even where elements of the tensor share memory, as in one that was expanded.
-    """
-    room = torch.empty_like(tensor, pin_memory=torch.cuda.is_available())
-    return room.copy_(tensor.detach())
 
 
 class _Trip:
@@ -123,9 +118,7 @@ def _copied(
     """Copy a tensor on a separate stream once it is made; return the copy and its end."""
     from_host = tensor.device.type == "cpu"
     stream = _stream(destination, "from host") if from_host else _stream(tensor.device, "away")
-    if from_host:
-        tensor = tensor if tensor.is_pinned() else staged(tensor)
-    else:
+    if not from_host:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
     last = stream
     with ExitStack() as current:
@@ -133,7 +126,10 @@ def _copied(
             last = _stream(destination, "from others")  # waits for the other, may go on after it
             current.enter_context(torch.cuda.stream(last))
         current.enter_context(torch.cuda.stream(stream))
-        copy = tensor.to(destination, non_blocking=True)
+        if from_host and not tensor.is_pinned():
+            copy = _STAGING.send(tensor, stream)
+        else:
+            copy = tensor.to(destination, non_blocking=True)
     if tensor.is_cuda:
         tensor.record_stream(stream)
     return copy, last.record_event()

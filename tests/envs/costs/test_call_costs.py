@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.costs import cached_costs, torch_speeds
+from envs.costs import cache, cached_costs, torch_speeds
 from envs.costs import calls as of_calls
 from envs.costs import modules as of_modules
 from envs.costs import torch_speeds as stopwatch
@@ -255,6 +255,27 @@ def test_costs_of_calls_are_known_after_three_profiles() -> None:
         assert all(source.startswith("cached, measured") for source in own.sources)
     again = costs.costs(devices, fresh=True)
     assert all(s.startswith("measured") for own in again.values() for s in own.sources)
+
+
+def test_calls_that_do_not_fit_are_known_too_while_no_more_memory_is_free(
+    most_held: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = first_of_kinds(linked().devices)
+    monkeypatch.setattr(cache, "SESSIONS_IF_NOISY", 1)
+    monkeypatch.setattr(
+        torch_devices, "free_bytes", lambda d: None if d.type == "cpu" else most_held.free
+    )
+    most_held.room, most_held.free = 0, 1 << 20
+    step = Workload.of(nn.Linear(64, 64), (torch.randn(64, 64),) * 2, nn.MSELoss())
+    extraction = extract(step)
+    costs = call_costs(extraction, call_graph(extraction))
+    measured = costs.costs(devices)["vdev"].cost_s
+    assert np.isnan(measured).any()
+    known = costs.known(devices)
+    assert known is not None
+    assert np.array_equal(np.isnan(known["vdev"].cost_s), np.isnan(measured))
+    most_held.free = 2 << 20
+    assert costs.known(devices) is None
 
 
 def _signatures(width: int) -> tuple[str, ...]:

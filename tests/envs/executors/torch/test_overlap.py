@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from envs.executors.torch.placed_module import PlacedModule
-from envs.executors.torch.streams import arrived, sending, staged
+from envs.executors.torch.staging import Staging
+from envs.executors.torch.streams import arrived, sending
 from graphs.extract import Workload, extract
+from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models
 from tests.helpers.placed_steps import random_devices, random_order
@@ -112,6 +114,7 @@ def test_what_is_written_in_place_is_not_sent_ahead() -> None:
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.parametrize("size_bytes", [256, 1 << 10])
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -122,13 +125,36 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
     ],
     ids=["gradient of a sum", "rows", "part", "parameter"],
 )
-def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) -> None:
-    found = staged(tensor)
-    assert found.untyped_storage().nbytes() == found.nbytes
-    assert not found.requires_grad
-    assert torch.equal(found, tensor)
-    transposed = torch.arange(12.0).reshape(3, 4).t()
-    assert staged(transposed).stride() == transposed.stride(), "dense tensors keep their order"
+def test_what_is_staged_shares_no_memory_between_its_elements(
+    tensor: Tensor, size_bytes: int
+) -> None:
+    with fake_cuda():
+        found = sent_by(Staging(size_bytes), tensor)
+        assert found.device == torch.device("cuda", 0)
+        assert found.untyped_storage().nbytes() == found.nbytes
+        assert not found.requires_grad
+        assert torch.equal(found.cpu(), tensor)
+        transposed = torch.arange(12.0).reshape(3, 4).t()
+        kept = sent_by(Staging(size_bytes), transposed)
+        assert kept.stride() == transposed.stride(), "dense tensors keep their order"
+        assert torch.equal(kept.cpu(), transposed)
+
+
+def sent_by(staging: Staging, tensor: Tensor) -> Tensor:
+    stream = torch.cuda.current_stream(0)
+    return staging.send(tensor, stream)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+def test_staging_takes_any_dtype_and_no_more_memory_than_it_may(
+    dtype: torch.dtype,
+) -> None:
+    with fake_cuda() as machine:
+        staging = Staging(1 << 10)
+        for shape in ((), (0, 3), (7,), (3, 50), (2000,)):
+            given = torch.randint(2, shape).to(dtype)
+            assert torch.equal(sent_by(staging, given).cpu(), given)
+        assert sum(storage.nbytes() for storage in machine._pinned.values()) == 1 << 10
 
 
 @pytest.mark.gpu
