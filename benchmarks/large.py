@@ -6,7 +6,8 @@ Large graphs have 2,500 to 10,000 ops of six families on 8 or 16 devices, with `
 44,000. Devices are equal ("e"), of two speeds ("u"), or unrelated ("x"): every op has costs of its
 own on every device. The step is compared with the best of {single device, HEFT, ETF}, and with a
 lower bound that no placement may reach. Graphs with a planted optimum have 50 to 2,000 ops on 2 to
-16 unequal devices. Everything is simulated, with the default policy, and runs on one core.
+16 unequal devices. Everything is simulated, with the default policy, and runs on one core, except
+"workers", where two workers on two cores are compared with one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from placer.policies import load
 from placer.policies.pool import Exercise, exercise
 from placer.search.compilation import load_compiled_code
 from placer.search.portfolio import Portfolio
-from placer.search.request import Budget, Placer
+from placer.search.request import Budget, Placer, SearchRequest, SearchTrace
 
 LARGE_S: Final = (1.0, 5.0)
 PLANTED_S: Final = (1.0, 20.0)
+WORKERS: Final = 2
+WORKERS_S: Final = 5.0
 SPREAD: Final = 0.5
 """Standard deviation of the logarithm of an op's cost on one of the unrelated devices."""
 PREMIUM: Final = 0.5
@@ -226,8 +229,48 @@ def large_table(found: Mapping[str, Mapping[str, Any]], budgets: Sequence[Budget
     )
 
 
+def of_workers(
+    placer: Placer, items: Sequence[Exercise], budget: Budget, seeds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return, by problem, evaluations and steps of WORKERS workers over those of one.
+
+    Both search by turns, so that a busy machine affects both.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for item in items:
+        evaluations, steps = [], []
+        for seed in range(seeds):
+            counts, times = [], []
+            for workers in (1, WORKERS):
+                trace = SearchTrace()
+                request = SearchRequest(
+                    item.evaluator.problem, budget, seed=seed, workers=workers, search_trace=trace
+                )
+                times.append(placer.place(request)[0].step_ns)
+                counts.append(max(part.evaluations for part in trace.parts.values()))
+            evaluations.append(counts[1] / counts[0])
+            steps.append(times[1] / times[0])
+        found[item.family] = {"evaluations": evaluations, "step": steps}
+    return found
+
+
+def workers_table(found: Mapping[str, Mapping[str, Sequence[float]]], budget: Budget) -> Table:
+    """Return a row for each problem, and the geometric means."""
+    rows = [
+        (name, spread(sorted(of["evaluations"]), ".2f"), spread(sorted(of["step"]), ".4f"))
+        for name, of in found.items()
+    ]
+    means = [
+        float(np.exp(np.mean([np.log(of[key]).mean() for of in found.values()])))
+        for key in ("evaluations", "step")
+    ]
+    rows.append(("geometric mean", f"{means[0]:.2f}", f"{means[1]:.4f}"))
+    note = f"{WORKERS} workers over one, {budget} each"
+    return Table("Search, workers", note, ("problem", "evaluations", "step"), tuple(rows))
+
+
 def parts(effort: Effort) -> dict[str, Part]:
-    """Return the parts: large graphs, and planted optima on unequal devices."""
+    """Return the parts: large graphs, planted optima on unequal devices, and several workers."""
     seeds = effort.seed_count(quick=1, normal=1, full=3)
 
     def graphs(out: dict[str, Any]) -> Table:
@@ -265,4 +308,13 @@ def parts(effort: Effort) -> dict[str, Part]:
         title = "Search, unequal devices"
         return Table(title, note, ("problem", *map(str, budgets)), tuple(rows))
 
-    return {"graphs": graphs, "optima": optima}
+    def workers(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        placer = Portfolio(load("generalist"))
+        items = [LARGE[k].exercise() for k in QUICK]
+        items += [item for item, _ in planted_unequal()[1::4]]
+        seconds = effort.pick(quick=1.0, normal=WORKERS_S, full=2 * WORKERS_S)
+        out["ratios"] = ratios = of_workers(placer, items, Budget(seconds=seconds), seeds)
+        return workers_table(ratios, Budget(seconds=seconds))
+
+    return {"graphs": graphs, "optima": optima, "workers": workers}

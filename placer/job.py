@@ -17,7 +17,7 @@ import networkx as nx
 from envs.backend import Backend
 from envs.costs.roofline import cluster_of
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_here
+from envs.hardware.discover import is_here, physical_cores
 from envs.hardware.units import parse_bytes
 from envs.replication import Replication
 from graphs.extract import AUTO
@@ -40,6 +40,8 @@ Source: TypeAlias = "Target | Workload | nx.DiGraph[str]"
 SEEDS: Final = 2**32
 LEAST_MEASURING_S: Final = 6.0
 """Wall time of runs for short budgets: workers take about a second to start."""
+MOST_WORKERS: Final = 8
+"""Threads of a search on a machine with more cores; evolution has ten decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -55,6 +57,7 @@ class SearchConfig:
     overlap: bool
     start_from: WarmStart | None
     backend: Backend | None
+    workers: int | None
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class SearchConfig:
         overlap: bool = False,
         start_from: WarmStart | Mapping[str, int | str] | str | Path | None = None,
         backend: Backend | None = None,
+        workers: int | None = None,
     ) -> None:
         """Check the values and load what they name.
 
@@ -99,6 +103,9 @@ class SearchConfig:
                 is an additional candidate and is always run.
             backend: evaluates the best candidates in place of this machine's devices, also those
                 of a graph with known costs; the fastest by its step times is chosen.
+            workers: threads that search side by side. With a budget in seconds the default is one
+                for each core that this process may run on, at most MOST_WORKERS; with evaluations
+                it is 1, and other numbers find other placements, but the same ones every time.
 
         Raises:
             ValueError: a value is invalid, does not exist, or contradicts another.
@@ -108,6 +115,8 @@ class SearchConfig:
             raise ValueError(f"seed is {seed}, not a whole number from 0 to {SEEDS - 1}")
         if groups is not None and groups < 1:
             raise ValueError(f"groups is {groups}, below 1")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers is {workers}, below 1")
         if backend is not None and not measure:
             raise ValueError("a backend runs the best candidates, and measure=False runs none")
         if isinstance(objective, str):
@@ -130,6 +139,7 @@ class SearchConfig:
             "overlap": overlap,
             "start_from": None if start_from is None else warm_start_of(start_from),
             "backend": backend,
+            "workers": workers,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -141,6 +151,13 @@ class SearchConfig:
             return _seconds(self.measure)
         seconds = self.budget.seconds
         return math.inf if seconds is None else max(seconds / 2, LEAST_MEASURING_S)
+
+    @property
+    def worker_count(self) -> int:
+        """Return the number of threads to search with, on this machine if none was given."""
+        if self.workers is None and self.budget.seconds is not None:
+            return min(len(physical_cores()), MOST_WORKERS)
+        return self.workers or 1
 
     @property
     def search_budget(self) -> Budget:

@@ -110,6 +110,13 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     option(group, "--seed", "seed of the search", type=seed, default=0)
     option(
         group,
+        "--workers",
+        "threads of the search; 1 with a budget of evaluations",
+        type=count,
+        shown="all cores",
+    )
+    option(
+        group,
         "--objective",
         "objective; throughput and max-load are for graph files",
         choices=["latency", "throughput", "max-load"],
@@ -237,6 +244,7 @@ def job_of(args: argparse.Namespace) -> Job:
             micro_batches=args.micro_batches,
             measure=not args.no_measure and (args.measure_budget or True),
             start_from=args.start_from,
+            workers=args.workers,
         ),
         constraints=Constraints(
             keep_together=tuple(args.keep_together), pins=pins, memory=args.memory

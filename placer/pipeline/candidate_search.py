@@ -63,6 +63,7 @@ class CandidateSearch:
             progress=self.progress.advance,
             should_stop=self.interrupt.asked,
             search_trace=search_trace,
+            workers=config.worker_count,
         )
         with self.interrupt.polled():
             candidates = config.objective.search(request, config.placer)

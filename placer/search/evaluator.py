@@ -1,9 +1,18 @@
-"""Evaluation of placements by the simulator, with infeasible ones ranked by excess."""
+"""Evaluation of placements by the simulator, by one thread or several.
+
+Compiled code releases the interpreter lock, and a search spends its time there. All else stays in
+the thread of the search, which hands out the same work whichever worker is faster. So a result
+depends on the number of workers, but on no clock unless the budget is one.
+"""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, ClassVar
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property, partial
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +36,23 @@ from placer.search.list_scheduler.decoder import WEIGHT_COUNT, decode_batch
 from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule
 from placer.search.list_scheduler.sight import Sight, see, sight_of
 
+T = TypeVar("T")
+
+FEWEST_PAIRS: Final = 10_000
+"""Pairs of op and device for which it pays to hand a decode to another thread, about 0.5 ms."""
+
 
 class Evaluator:
     """Evaluates placements of one problem. Use one instance per thread.
 
-    A cost is the simulated step time in nanoseconds; OVERFULL_NS or more if memory does not
-    suffice; INFEASIBLE_NS if an op is on a device that is not allowed or cannot be reached.
+    A cost is the simulated step time in nanoseconds; OVERFULL_NS or more, ranked by the excess, if
+    memory does not suffice; INFEASIBLE_NS if an op is on a device that is not allowed or cannot be
+    reached.
     """
 
     evaluations: ClassVar[int] = 0
     """Evaluations of all evaluators of this process so far, moves of annealing included."""
+    _counting: ClassVar = threading.Lock()
 
     def __init__(self, problem: Problem) -> None:
         """Prepare the problem for list scheduling and simulation."""
@@ -45,6 +61,21 @@ class Evaluator:
         self.arrays: ProblemArrays = arrays_of(problem)
         self.work: Workspace = workspace_for(problem)
         self.memory = RANK_EXCESS if self.scheduling.memory_matters else IGNORE_MEMORY
+
+    @classmethod
+    def count(cls, evaluations: int) -> None:
+        """Add to the evaluations of this process, from any thread."""
+        with cls._counting:
+            Evaluator.evaluations += evaluations
+
+    def twin(self) -> Evaluator:
+        """Return an evaluator for another thread, which sees the plans that this one looks at."""
+        twin = copy.copy(self)
+        twin.work = workspace_for(self.problem)
+        twin._schedule = empty_schedule(self.scheduling)
+        near, through = (np.zeros(self.problem.device_count) for _ in range(2))
+        twin.sight = self.sight._replace(near=near, through=through)
+        return twin
 
     @cached_property
     def loaded_scheduling(self) -> SchedulingArrays | None:
@@ -58,7 +89,7 @@ class Evaluator:
     def costs(self, devices: Ints, priority: Floats) -> Longs:
         """Return costs (B,) of the placements ``devices`` (B, N) with ``priority`` (B, N)."""
         costs = np.empty(len(devices), np.int64)
-        Evaluator.evaluations += len(costs)
+        Evaluator.count(len(costs))
         devices = np.array(devices, np.int32, order="C")
         priority = np.array(priority, np.float64, order="C")
         first = 0
@@ -144,3 +175,60 @@ class Evaluator:
             in_order[self.problem.graph.topological] = -np.arange(len(devices))
             orders.append(in_order)
         return orders
+
+
+class Workers:
+    """The thread of the search and ``count - 1`` more, which end with the context."""
+
+    def __init__(self, count: int = 1) -> None:
+        """Start no thread before it has work."""
+        self.count = count
+        self._threads = ThreadPoolExecutor(count - 1, "search") if count > 1 else None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Run at most ``count`` tasks at once; return their results, or raise the first's error.
+
+        No task is running any more when this returns or raises.
+        """
+        assert 1 <= len(tasks) <= self.count
+        futures: list[Future[T]] = []
+        if self._threads is not None:
+            futures = [self._threads.submit(task) for task in tasks[1:]]
+        try:
+            first = tasks[0]()
+        finally:
+            wait(futures)
+        return [first, *(future.result() for future in futures)]
+
+
+class Team:
+    """An evaluator for each worker; all see the plan that the first one looks at."""
+
+    def __init__(self, evaluator: Evaluator, workers: Workers) -> None:
+        """Make no copy of the evaluator before it is needed."""
+        self.workers = workers
+        self._evaluators = [evaluator]
+
+    def evaluators(self, count: int) -> list[Evaluator]:
+        """Return the evaluators of the first ``count`` workers."""
+        while len(self._evaluators) < count:
+            self._evaluators.append(self._evaluators[0].twin())
+        return self._evaluators[:count]
+
+    def decode(self, weights: Floats) -> tuple[Ints, Floats, Longs]:
+        """Decode weights as :meth:`Evaluator.decode` does, with the same result."""
+        [first] = self.evaluators(1)
+        count = min(len(weights), self.workers.count)
+        if count == 1 or first.scheduling.cost.size < FEWEST_PAIRS:
+            return first.decode(weights)
+        parts = zip(self.evaluators(count), np.array_split(weights, count), strict=True)
+        found = self.workers.run([partial(each.decode, rows) for each, rows in parts])
+        devices, priority, costs = zip(*found, strict=True)
+        return np.concatenate(devices), np.concatenate(priority), np.concatenate(costs)

@@ -9,6 +9,7 @@ worse than the heuristics.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final, Protocol
 
 import numpy as np
@@ -17,8 +18,8 @@ from envs.placement import OBJECTIVES
 from envs.problem import Floats, Longs
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import lower_bound_ns
+from placer.search.annealing.islands import anneal_islands, continue_from_best
 from placer.search.annealing.max_load import minimize_max_load
-from placer.search.annealing.run import anneal
 from placer.search.annealing.step_time import (
     HOT,
     MOST_STARTS,
@@ -29,7 +30,7 @@ from placer.search.annealing.step_time import (
 )
 from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_code
-from placer.search.evaluator import Evaluator
+from placer.search.evaluator import Evaluator, Team, Workers
 from placer.search.evolution import POPULATION, SIGMA, Evolution
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
@@ -89,11 +90,12 @@ class Portfolio:
             return minimize_max_load(request)
         request.report(0.0, "loading compiled code, which takes long the first time")
         load_compiled_code()
-        search = _Search(request, bounded=_pays(request))
-        search.begin()
-        if request.problem.device_count > 1:
-            search.evolve(self.policy)
-            search.anneal()
+        with Workers(request.workers) as workers:
+            search = _Search(request, workers, bounded=_pays(request))
+            search.begin()
+            if request.problem.device_count > 1:
+                search.evolve(self.policy)
+                search.anneal()
         request.report(1.0, "done")
         return search.candidates()
 
@@ -101,10 +103,13 @@ class Portfolio:
 class _Search:
     """State of one search."""
 
-    def __init__(self, request: SearchRequest, *, bounded: bool) -> None:
+    def __init__(self, request: SearchRequest, workers: Workers, *, bounded: bool) -> None:
         self.meter = request.meter()
         self.evaluator = Evaluator(request.problem)
-        self.seeds = np.random.SeedSequence(request.seed).generate_state(2 + MOST_STARTS).tolist()
+        self.team = Team(self.evaluator, workers)
+        self.workers = workers
+        count = 2 + MOST_STARTS + workers.count
+        self.seeds = np.random.SeedSequence(request.seed).generate_state(count).tolist()
         self.bound_ns = lower_bound_ns(request.problem) if bounded else 0
         self.known: list[Candidate] = []
         self.new: list[Candidate] = []
@@ -193,10 +198,10 @@ class _Search:
         best: Candidate | None = None
         while len(costs) < len(rows) and not self.meter.over(share):
             left = self.meter.left()
-            size = min(self.chunk, len(rows) - len(costs))
+            size = min(max(self.chunk, self.workers.count), len(rows) - len(costs))
             size = size if left is None else min(size, left)
             began = self.meter.seconds()
-            devices, priority, new = self.evaluator.decode(rows[len(costs) : len(costs) + size])
+            devices, priority, new = self.team.decode(rows[len(costs) : len(costs) + size])
             costs += new.tolist()
             self.meter.spend(size)
             self.chunk = self.meter.next_chunk(self.chunk, size, self.meter.seconds() - began)
@@ -213,28 +218,43 @@ class _Search:
             return
         best = distinct(ranked(self.new + self.known), MOST_STARTS)
         moves = affordable_moves(self.evaluator, best[0], self.meter)
+        if self.meter.left() is None:
+            moves *= self.workers.count
         self.meter.spend(1)
         # If there is time, also from the best heuristic and the next best placement.
         starts = distinct([best[0], *ranked(self.known), *best], worthwhile_starts(moves))
-        hot = initial_temperature(moves // len(starts), self.evaluator.problem.op_count)
+        count = -(-len(starts) // self.workers.count) * self.workers.count
+        starts = [starts[k % len(starts)] for k in range(count)]
+        hot = initial_temperature(moves // count, self.evaluator.problem.op_count)
         self.anneal_from(starts, self.seeds[2:], hot=hot, senders=SENDERS)
 
     def anneal_from(
         self, starts: list[Candidate], seeds: list[int], *, hot: float, senders: float
     ) -> None:
-        """Anneal from each of the placements for an equal share of the remaining budget."""
-        began = self.meter.share()
-        for number, start in enumerate(starts):
+        """Anneal from each of the placements for an equal share of the remaining budget.
+
+        As many as there are workers are annealed at once, and continue from the best of them.
+        """
+        began, together = self.meter.share(), self.workers.count
+        for number in range(0, len(starts), together):
             if self.meter.over():
                 break
-            annealing = StepTimeAnnealing(
-                self.evaluator, start, seeds[number], hot=hot, senders=senders
-            )
-            self.meter.spend(1)
-            end = began + (1.0 - began) * (number + 1) / len(starts)
-            for cost in anneal(annealing, self.meter, end=end):
+            chosen = starts[number : number + together]
+            islands = [
+                StepTimeAnnealing(evaluator, start, seed, hot=hot, senders=senders)
+                for evaluator, start, seed in zip(
+                    self.team.evaluators(len(chosen)), chosen, seeds[number:], strict=False
+                )
+            ]
+            self.meter.spend(len(islands))
+            end = began + (1.0 - began) * (number + len(chosen)) / len(starts)
+            exchange = partial(continue_from_best, islands)
+            for cost in anneal_islands(
+                islands, self.meter, self.workers, end=end, exchange=exchange
+            ):
                 self._note(Kind.ANNEALING.value, cost)
-            self._keep(annealing.best())
+            for island in islands:
+                self._keep(island.best())
 
     def candidates(self) -> list[Candidate]:
         """Return all heuristics and the best new placement of each kind of search, best first."""
@@ -277,11 +297,13 @@ class AnnealingPlacer:
         if request.objective == MAX_LOAD:
             return minimize_max_load(request)
         load_compiled_code()  # before the budget starts
-        search = _Search(request, bounded=False)
-        search.begin()
-        start = ranked(search.known)[0]
-        count = worthwhile_starts(affordable_moves(search.evaluator, start, search.meter))
-        search.anneal_from([start] * count, search.seeds, hot=HOT, senders=self.senders)
+        with Workers(request.workers) as workers:
+            search = _Search(request, workers, bounded=False)
+            search.begin()
+            start = ranked(search.known)[0]
+            count = worthwhile_starts(affordable_moves(search.evaluator, start, search.meter))
+            count = -(-count // workers.count) * workers.count
+            search.anneal_from([start] * count, search.seeds, hot=HOT, senders=self.senders)
         return ranked([*search.known, *search.new[:1]])
 
 

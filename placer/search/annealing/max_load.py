@@ -28,6 +28,7 @@ from envs.simulator.max_load import (
     load_arrays,
     loads_for,
 )
+from placer.search.annealing.islands import anneal_islands
 from placer.search.annealing.run import (
     BEST,
     FREE,
@@ -35,7 +36,6 @@ from placer.search.annealing.run import (
     Annealing,
     AnnealingOptions,
     AnnealingState,
-    anneal,
     below,
     change_devices,
     exponential,
@@ -47,7 +47,7 @@ from placer.search.annealing.run import (
 )
 from placer.search.candidate import Candidate, Kind
 from placer.search.contiguous import narrow_order, pipeline_parts
-from placer.search.evaluator import Evaluator
+from placer.search.evaluator import Evaluator, Workers
 from placer.search.heuristics import heuristics, ranked_by
 from placer.search.request import MAX_LOAD, Meter, SearchRequest
 
@@ -98,32 +98,45 @@ def minimize_max_load(request: SearchRequest) -> list[Candidate]:
             parts = pipeline_parts(problem, order)
             candidates.append(evaluator.candidate(Kind.CONTIGUOUS_PARTS, parts, by_level))
         starts = ranked_by(MAX_LOAD, problem, candidates)
-        best = _anneal_in_rounds(problem, starts, orders[-1], request.seed, meter)
+        with Workers(request.workers) as workers:
+            best = _anneal_in_rounds(problem, starts, orders[-1], request.seed, meter, workers)
         candidates.append(evaluator.candidate(Kind.ANNEALING, best, by_level))
     request.report(1.0, "done")
     return ranked_by(MAX_LOAD, problem, candidates)
 
 
 def _anneal_in_rounds(
-    problem: Problem, starts: list[Candidate], order: Ints, seed: int, meter: Meter
+    problem: Problem,
+    starts: list[Candidate],
+    order: Ints,
+    seed: int,
+    meter: Meter,
+    workers: Workers,
 ) -> Ints:
-    """Return the best placement (N,) of all rounds; at least one round is run."""
+    """Return the best placement (N,) of all rounds; at least one round is run.
+
+    Every worker runs a round at once, from the best placement of all rounds that have ended.
+    """
     rng = np.random.default_rng(seed)
     moves = max(FEWEST_MOVES, MOVES_PER_OP * problem.op_count)
     best: MaxLoadAnnealing | None = None
     number = 0
     while best is None or not meter.over():
-        start, hot = starts[min(number, len(starts) - 1)].devices, HOT
-        if best is not None and number >= STARTS:
-            start = best.best_devices
-            hot = COOLEST * (HOTTEST / COOLEST) ** float(rng.random())
-        annealing = MaxLoadAnnealing(problem, start, order, seed * SEEDS_APART + number, hot=hot)
+        left = meter.left()
+        together = workers.count if left is None else max(1, min(workers.count, left))
+        rounds = []
+        for _ in range(together):
+            start, hot = starts[min(number, len(starts) - 1)].devices, HOT
+            if best is not None and number >= STARTS:
+                start = best.best_devices
+                hot = COOLEST * (HOTTEST / COOLEST) ** float(rng.random())
+            own_seed = seed * SEEDS_APART + number
+            rounds.append(MaxLoadAnnealing(problem, start, order, own_seed, hot=hot))
+            number += 1
         lowest = INFEASIBLE_NS if best is None else best.best_cost
-        for cost in anneal(annealing, meter, moves=moves):
+        for cost in anneal_islands(rounds, meter, workers, moves=moves):
             meter.note(Kind.ANNEALING.value, min(cost, lowest))
-        if best is None or annealing.best_cost < best.best_cost:
-            best = annealing
-        number += 1
+        best = min(rounds if best is None else [best, *rounds], key=lambda each: each.best_cost)
     return best.best_devices.copy()
 
 

@@ -96,7 +96,7 @@ class Annealing(ABC):
 
     def run(self, steps: int, *, first: int, total: int) -> None:
         """Make ``steps`` moves; move j is at ``(first + j) / total`` of the schedule."""
-        Evaluator.evaluations += steps
+        Evaluator.count(steps)
         self._run(int(steps), int(first), int(total))
 
     @abstractmethod

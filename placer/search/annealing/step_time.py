@@ -116,6 +116,20 @@ class StepTimeAnnealing(Annealing):
             memory=evaluator.memory,
             senders=float(senders),
         )
+        self._simulate()
+
+    def adopt(self, other: StepTimeAnnealing) -> None:
+        """Continue from the best placement of another run; this costs an evaluation."""
+        state, ranking = self._state, self._ranking
+        state.devices[:] = state.best_devices[:] = other._state.best_devices
+        ranking.priority[:] = ranking.best_priority[:] = other._ranking.best_priority
+        state.rank[:] = len(state.rank) - ranking.priority
+        state.order[state.rank] = np.arange(len(state.rank))
+        self._simulate()
+
+    def _simulate(self) -> None:
+        """Start from the current placement."""
+        evaluator, state, priority = self._evaluator, self._state, self._ranking.priority
         cost = int(evaluator.costs(state.devices[None], priority[None])[0])
         _begin(evaluator.arrays, evaluator.work, state, self._ranking, cost)
 
