@@ -7,8 +7,8 @@ With ``autograd`` that holds for the forward pass. The backward pass follows whe
 issued: of the backward ops whose inputs have been issued, the one whose forward op was issued last
 comes next, ties by index; updates of the optimizer come before all others. PyTorch's autograd runs
 ready nodes in this order, whatever the priorities of backward ops are. It has a thread per
-accelerator beside the one that issues the forward pass; steps recorded on a GPU beside a CPU are
-predicted better without these (see ``python -m benchmarks hosts``), so one thread issues all.
+accelerator beside the one that issues the forward pass; steps recorded on a GPU beside a CPU were
+predicted better without these, so one thread issues all.
 
 Ops of the backward pass are those of phase "backward" or "optimizer" that no forward op depends on.
 The forward op of a backward op is named by its id, as ``layer:mm`` by ``layer:backward/mm``; if
