@@ -19,7 +19,7 @@ import numpy as np
 
 from envs.backend import ProgressCallback, StepResult
 from envs.hardware.cluster import Cluster
-from envs.measurement import Measurement, MemoryExcess, contended
+from envs.measurement import Measurement, MemoryExcess, contended, larger
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -35,12 +35,14 @@ LONG_STEP_S: Final = 0.15
 class TimedStep:
     """The time of a step, or of a turn of several, and the peak memory of devices that report it.
 
-    ``cpu_clock_s`` is None where there is no CPU clock.
+    ``cpu_clock_s`` is None where there is no CPU clock. ``reserved_memory_bytes`` are peaks with
+    the gaps between tensors, see :class:`envs.measurement.Measurement`.
     """
 
     wall_s: float
     cpu_clock_s: float | None = None
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Failure:
     overfull: bool = False
     excess: MemoryExcess | None = None
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class DevicesLostError(Exception):
@@ -224,6 +227,7 @@ class _Runs:
         self.failure = step if isinstance(step, Failure) else None
         self.steps: list[TimedStep] = []
         self.peak_memory_bytes: dict[str, int] = {}
+        self.reserved_memory_bytes: dict[str, int] = {}
 
     def run(self, *, counted: bool) -> None:
         """Run it once, unless it failed before."""
@@ -236,8 +240,8 @@ class _Runs:
             self.steps.append(done)
         else:
             return
-        for name, size in done.peak_memory_bytes.items():
-            self.peak_memory_bytes[name] = max(size, self.peak_memory_bytes.get(name, 0))
+        self.peak_memory_bytes = larger(self.peak_memory_bytes, done.peak_memory_bytes)
+        self.reserved_memory_bytes = larger(self.reserved_memory_bytes, done.reserved_memory_bytes)
 
     def measurement(self, rounds: int) -> Measurement:
         steps, failure = self.steps[:rounds], self.failure or Failure(reason="")
@@ -246,6 +250,7 @@ class _Runs:
             cpu_clock_s=np.array([step.cpu_clock_s or step.wall_s for step in steps]),
             failure=failure.reason,
             peak_memory_bytes=self.peak_memory_bytes,
+            reserved_memory_bytes=self.reserved_memory_bytes,
             overfull=failure.overfull,
             excess=failure.excess,
         )

@@ -41,7 +41,9 @@ class Measurement:
     ``wall_s`` where there are none. An ``exact`` time comes without noise: one round is enough.
     ``peak_memory_bytes`` holds the devices that report it, by name: for accelerators the memory in
     tensors, for workers what they have alone and what they touch of the shared memory (see
-    :meth:`envs.executors.cores.pool.WorkerPool.peak_memory_bytes`). ``overfull`` is set if the
+    :meth:`envs.executors.cores.pool.WorkerPool.peak_memory_bytes`). ``reserved_memory_bytes`` are
+    the peaks of what allocators of accelerators reserved for it, with the gaps between tensors:
+    limits are about these. ``overfull`` is set if the
     placement failed because memory did not suffice; ``excess`` is that of a worker beyond its
     limit.
     """
@@ -50,6 +52,7 @@ class Measurement:
     cpu_clock_s: NDArray[np.float64]
     failure: str = ""
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     overfull: bool = False
     excess: MemoryExcess | None = None
     exact: bool = False
@@ -101,18 +104,22 @@ class Measurement:
         """Return the rounds of both, of the same placement; a failure of either is one of both."""
         if self.failure or other.failure:
             return self if self.failure else other
-        devices = {*self.peak_memory_bytes, *other.peak_memory_bytes}
-        peaks = [each.peak_memory_bytes for each in (self, other)]
         return replace(
             self,
             wall_s=np.concatenate((self.wall_s, other.wall_s)),
             cpu_clock_s=np.concatenate((self.cpu_clock_s, other.cpu_clock_s)),
-            peak_memory_bytes={name: max(peak.get(name, 0) for peak in peaks) for name in devices},
+            peak_memory_bytes=larger(self.peak_memory_bytes, other.peak_memory_bytes),
+            reserved_memory_bytes=larger(self.reserved_memory_bytes, other.reserved_memory_bytes),
         )
 
     def step_s(self, *, contended: bool = False) -> float:
         """Return the step time to rank by: wall time, or CPU-clock time under contention."""
         return self.cpu_clock_median_s if contended else self.median_s
+
+
+def larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return the larger of two sizes by name; names may lack in either."""
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
 
 
 def contended(measurements: Sequence[Measurement]) -> bool:

@@ -249,7 +249,7 @@ class Result:
             measured = {
                 **_clocks(runs),
                 "spread": runs.spread,
-                "peak_memory_bytes": dict(runs.peak_memory_bytes),
+                **_peaks(runs),
             }
         step_s = candidate.times_s.get("step_s", candidate.predicted_s)
         return {
@@ -288,7 +288,7 @@ class Result:
             "rounds": len(runs.wall_s),
         }
         if runs.peak_memory_bytes:
-            measured["peak_memory_bytes"] = dict(runs.peak_memory_bytes)
+            measured |= _peaks(runs)
         if single is not None and single.measurement is not None:
             measured["single_device_step_s"] = self.step_s(single)
             measured |= _clocks(single.measurement, "single_device_")
@@ -328,6 +328,14 @@ def _clocks(runs: Measurement, whose: str = "") -> dict[str, float]:
         f"{whose}wall_min_s": runs.min_s,
         f"{whose}cpu_clock_s": runs.cpu_clock_median_s,
     }
+
+
+def _peaks(runs: Measurement) -> dict[str, dict[str, int]]:
+    """Return peaks of memory by device; with the gaps between tensors, where there are any."""
+    peaks = {"peak_memory_bytes": dict(runs.peak_memory_bytes)}
+    if runs.reserved_memory_bytes:
+        peaks["reserved_memory_bytes"] = dict(runs.reserved_memory_bytes)
+    return peaks
 
 
 def _finite(value: float) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,10 @@ MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
 
 
+class DeviceWarning(UserWarning):
+    """A device of this machine cannot be used, and is left out."""
+
+
 def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
     """Return a cluster of this machine's devices, without links and speeds.
 
@@ -30,15 +35,20 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     Args:
         names: comma-separated devices: ``cuda:N`` and ``cpu`` (all cores together), or ``core:N``
             and core sets, ``core:N-M`` or, with gaps, ``core:N+M-K``. "auto" takes all CUDA devices
-            and cpu; without a CUDA device, one hardware thread of each core that this process may
-            run on, at most eight.
+            that can be used, and cpu; without a CUDA device, one hardware thread of each core that
+            this process may run on, at most eight.
         memory: {device name: bytes} that placements may use on each device. The default is the
             memory that is free now; cores share it equally.
     """
     if names.strip() == "auto":
         from envs.hardware import torch_devices
 
-        cuda = torch_devices.cuda_devices()
+        cuda = []
+        for name in torch_devices.cuda_devices():
+            if reason := torch_devices.unusable_reason(name):
+                warnings.warn(f"{name} is left out: {reason}", DeviceWarning, stacklevel=2)
+            else:
+                cuda.append(name)
         cores = [f"core:{core}" for core in physical_cores()[:MOST_CORES]]
         chosen = [*cuda, "cpu"] if cuda else cores
     else:
@@ -102,7 +112,11 @@ def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Devic
     else:
         from envs.hardware import torch_devices
 
-        free = torch_devices.free_bytes(torch_devices.torch_device(name))
+        try:
+            free = torch_devices.free_bytes(torch_devices.torch_device(name))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"{name} cannot be used: {reason}") from error
     if limit is None:
         if free is None:
             raise ValueError(f"{name} does not report its memory: set a limit for it, such as 8GiB")

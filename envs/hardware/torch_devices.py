@@ -19,6 +19,8 @@ from graphs.text import escaped
 CPU: Final = torch.device("cpu")
 _OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
 """Texts of the host's allocator, of the driver and NCCL, and of libraries such as cuBLAS."""
+LEAST_FREE_BYTES: Final = 512 << 20
+"""Free memory below which a GPU is not chosen by itself."""
 DRIVER: Final = Path("/sys/module/nvidia/version")
 Result = TypeVar("Result")
 
@@ -126,12 +128,32 @@ def driver_version(file: Path = DRIVER) -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of an accelerator, torch's own cache included; None if unknown."""
+    """Return the free memory of an accelerator, torch's own cache included; None if unknown.
+
+    No more than torch's allocator may take: a process can be limited to a share of the device.
+    """
     free_and_total = _call(device, "mem_get_info", device)
     if free_and_total is None:
         return None
-    reserved = int(_call(device, "memory_reserved", device) or 0)
-    return int(free_and_total[0]) + reserved - held_bytes(device)
+    free, total = map(int, free_and_total)
+    reserved, held = int(_call(device, "memory_reserved", device) or 0), held_bytes(device)
+    share = _call(device, "get_per_process_memory_fraction", device)
+    allowed = free + reserved if share is None else min(free + reserved, int(share * total))
+    return max(allowed - held, 0)
+
+
+def unusable_reason(name: str) -> str:
+    """Return why a CUDA device is of no use now, or ""; another process may have it, or its memory.
+
+    Measuring its speeds alone takes 0.3 GB.
+    """
+    try:
+        free = free_bytes(torch_device(name))
+    except RuntimeError as error:  # as of every call of a device that fails or is another's
+        return str(error).partition("\n")[0]
+    if free is None or free >= LEAST_FREE_BYTES:
+        return ""
+    return f"only {free / 1e6:.0f} MB of its memory are free"
 
 
 def held_bytes(device: torch.device) -> int:
@@ -180,14 +202,24 @@ def peak_bytes(device: torch.device) -> int | None:
     return None if peak is None else int(peak)
 
 
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Return the most that its allocator held since the last reset, gaps between tensors included.
+
+    It is what limits are about; None if the device cannot tell.
+    """
+    peak = _call(device, "max_memory_reserved", device)
+    return None if peak is None else int(peak)
+
+
 @contextlib.contextmanager
 def limited(limits: dict[torch.device, int]) -> Iterator[None]:
     """Limit how many more bytes torch's CUDA allocators may take; restore the old limits on exit.
 
     As in :func:`free_bytes`, memory already in tensors of this process does not count. The limit
     covers everything that the allocator reserves, fragmentation included, but not the context of
-    the device (about 0.5 GB with CUDA). Host memory cannot be limited, since this process holds
-    more than the step: there, callers check placements against the simulator's prediction instead.
+    the device (about 0.5 GB with CUDA). A lower limit that the process has already stays. Host
+    memory cannot be limited, since this process holds more than the step: there, callers check
+    placements against the simulator's prediction instead.
     """
     cuda = {device: size for device, size in limits.items() if device.type == "cuda"}
     before = {device: torch.cuda.get_per_process_memory_fraction(device) for device in cuda}
@@ -196,7 +228,7 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
             release(device)
             total = torch.cuda.get_device_properties(device).total_memory
             share = (size + held_bytes(device)) / total  # torch counts the whole process
-            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
+            torch.cuda.set_per_process_memory_fraction(min(share, before[device]), device)
         yield
     finally:
         for device, fraction in before.items():

@@ -9,9 +9,10 @@ may begin on one device, end on another and use the host in between.
 
 from __future__ import annotations
 
+import cmath
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -58,12 +59,12 @@ class TorchExecutor:
     never has to copy the previous ones back. The unplaced model runs in the same way, its own code
     on one device. A training step consists of forward, backward and the optimizer updates, if there
     is an optimizer, with learning rate 0; gradients are cleared before it. Gradients that are not
-    finite change parameters all the same: host values are those of the model again when another
-    placement follows. Memory of CUDA devices
-    is limited to ``limits`` while it is open. Host memory cannot be limited, since this process
-    holds more than the step: a placement that exceeds it according to the simulator fails without
-    being run. After an error that CUDA does not recover from, such as a failed assertion on the
-    device, no further candidate can be run.
+    finite change parameters all the same: before the next step these are those of the model again,
+    as is whatever else a step changes before the next placement. Memory of CUDA devices is limited
+    to ``limits`` while it is open. Host memory cannot be limited, since this process holds more
+    than the step: a placement that exceeds it according to the simulator fails without being run.
+    After an error that CUDA does not recover from, such as a failed assertion on the device, no
+    further candidate can be run.
 
     Args:
         extraction: the step.
@@ -154,11 +155,16 @@ class TorchExecutor:
         try:
             with ended_after(self.timeout_s, hung):
                 wall_s = self._steps(placement)
-            return TimedStep(wall_s=wall_s, peak_memory_bytes=self._peaks())
+            return TimedStep(
+                wall_s=wall_s,
+                peak_memory_bytes=self._peaks(torch_devices.peak_bytes),
+                reserved_memory_bytes=self._peaks(torch_devices.peak_reserved_bytes),
+            )
         except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
             overfull = is_out_of_memory(error)
             failure = _in_a_line(error)
-        peaks = self._peaks() if overfull else {}
+        peaks = self._peaks(torch_devices.peak_bytes) if overfull else {}
+        reserved = self._peaks(torch_devices.peak_reserved_bytes) if overfull else {}
         self._drop(failure)  # here the error and its frames, which hold tensors, are gone
         if not overfull:
             return Failure(reason=f"torch cannot run it: {failure}")
@@ -167,7 +173,10 @@ class TorchExecutor:
             for name, size in simulated_peaks(self._simulator, placement).items()
         )
         return Failure(
-            reason=f"{failure} (predicted: {predicted})", overfull=True, peak_memory_bytes=peaks
+            reason=f"{failure} (predicted: {predicted})",
+            overfull=True,
+            peak_memory_bytes=peaks,
+            reserved_memory_bytes=reserved,
         )
 
     def _host_excess(self, placement: Placement) -> str:
@@ -189,12 +198,20 @@ class TorchExecutor:
             torch_devices.reset_peak(device)
         module = self._module_of(placement)
         before_s, step_s = np.inf, self._step(module)
+        spoils = self._restore_spoilt()
+
+        def next_step() -> float:
+            seconds = self._step(module)
+            if spoils:
+                self._restore_spoilt()
+            return seconds
+
         for _ in range(MOST_WARM_UP):
             if abs(step_s / before_s - 1) <= AGREEMENT:
                 break
-            before_s, step_s = step_s, self._step(module)
+            before_s, step_s = step_s, next_step()
         count = min(max(round(TURN_S / step_s), 1), MOST_STEPS)
-        return float(np.median([step_s, *(self._step(module) for _ in range(count - 1))]))
+        return float(np.median([step_s, *(next_step() for _ in range(count - 1))]))
 
     def _step(self, module: _Running) -> float:
         step = self._extraction.step
@@ -206,6 +223,22 @@ class TorchExecutor:
         module.step(*inputs, **keywords)
         self._wait()
         return time.perf_counter() - start
+
+    @torch.no_grad()
+    def _restore_spoilt(self) -> bool:
+        """Give parameters and buffers that a step made NaN or infinite the values of the model.
+
+        Return whether there were any. Sums tell, since these take no memory.
+        """
+        state = self._extraction.step.named_state()
+        spoilt = [
+            name
+            for name, tensor in self._written.items()
+            if not _has_finite_sum(state[name]) and _has_finite_sum(tensor)
+        ]
+        for name in spoilt:
+            state[name].copy_(self._written[name])
+        return bool(spoilt)
 
     def _module_of(self, placement: Placement) -> _Running:
         if self._running is not None and self._there is placement:
@@ -260,9 +293,9 @@ class TorchExecutor:
         for device in self._devices:
             torch_devices.synchronize(device)
 
-    def _peaks(self) -> dict[str, int]:
-        """Return the peak memory of the step, without what was allocated before, by device."""
-        peaks = map(torch_devices.peak_bytes, self._devices)
+    def _peaks(self, peak: Callable[[torch.device], int | None]) -> dict[str, int]:
+        """Return peaks of the step, without what was allocated before, by device."""
+        peaks = map(peak, self._devices)
         names = self.problem.cluster.names
         return {
             name: max(peak - held, 0)
@@ -302,6 +335,13 @@ def placed_module(
     if isinstance(calls, ModuleMap):
         return HookedModule(extraction, where)
     return PlacedModule(extraction, where, calls.launch_order(priority), overlap=overlap)
+
+
+def _has_finite_sum(tensor: torch.Tensor) -> bool:
+    size = tensor.dtype.itemsize
+    if size < 2 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True  # torch adds up no floats of 8 bits
+    return cmath.isfinite(tensor.sum(dtype=torch.float32 if size == 2 else None).item())
 
 
 def _in_a_line(error: BaseException) -> str:

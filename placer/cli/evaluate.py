@@ -137,7 +137,9 @@ def _print(evaluation: Evaluation) -> None:
         print(f"measured step: {milliseconds(evaluation.step_s)} ms ({spread})")
     for name, size in measurement.peak_memory_bytes.items():
         expected = human_bytes(predicted.peak_memory_bytes.get(name, 0))
-        print(f"memory of {name}: {human_bytes(size)} at its peak, {expected} predicted")
+        reserved = measurement.reserved_memory_bytes.get(name, size)
+        gaps = f", {human_bytes(reserved)} with gaps between tensors" if reserved > size else ""
+        print(f"memory of {name}: {human_bytes(size)} at its peak{gaps}, {expected} predicted")
 
 
 def _write_timeline(evaluation: Evaluation, path: Path) -> None:

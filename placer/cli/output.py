@@ -69,11 +69,13 @@ def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print warnings about the cache as remarks, without Python's file and line."""
+    """Print warnings about the cache and devices as remarks, without Python's file and line."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, CacheWarning):
+        from envs.hardware.discover import DeviceWarning
+
+        if issubclass(category, CacheWarning | DeviceWarning):
             print(f"placer: {message}", file=sys.stderr)
         else:
             before(message, category, *where, **more)

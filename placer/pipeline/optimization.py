@@ -18,6 +18,7 @@ from envs.backend import Backend
 from envs.compiled import loading_stage
 from envs.costs.factors import fitted_source
 from envs.executors.cores.errors import WorkerError
+from envs.hardware.cluster import Cluster
 from envs.measured import DevicesLostError
 from envs.problem import Problem
 from envs.simulator.bounds import missing_link
@@ -163,7 +164,7 @@ class _Optimization:
     def _use_less_memory(self, runs: CandidateRuns) -> None:
         """Search again with less memory while the best candidates run out of it."""
         search = self.search
-        for share in SMALLER:
+        for share in smaller_shares(self.candidates, self.problem.cluster):
             if search.interrupt.requested or not overfull(self.candidates):
                 return
             search.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
@@ -242,6 +243,24 @@ class _Optimization:
             search_trace=self.search_trace,
             trouble=self.trouble,
         ).with_times()
+
+
+def smaller_shares(candidates: Sequence[Candidate], cluster: Cluster) -> list[float]:
+    """Return shares of device memory to search with where candidates ran out of it.
+
+    They begin with ``SMALLER[0]``, or with what gaps between tensors left in the runs if that is
+    less: the simulator knows no gaps.
+    """
+    memory_bytes = {device.name: device.memory_bytes for device in cluster.devices}
+    gaps = [
+        (size - run.peak_memory_bytes.get(name, 0)) / memory_bytes[name]
+        for each in candidates
+        if (run := each.measurement) is not None and run.overfull
+        for name, size in run.reserved_memory_bytes.items()
+        if name in memory_bytes
+    ]
+    first = min([SMALLER[0], *(1 - gap for gap in gaps if gap < 1)])
+    return [first * (share / SMALLER[0]) for share in SMALLER]
 
 
 def _with_less_memory(problem: Problem, share: float) -> Problem:

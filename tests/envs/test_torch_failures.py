@@ -16,6 +16,7 @@ from envs.torch_runtime import TorchExecutor
 from envs.torch_runtime import executor as executor_module
 from graphs.extract import Workload, extract
 from graphs.extract.placeable import placeable
+from tests.fake_cuda.machine import machine
 from tests.helpers import tiny_models
 from tests.helpers.clusters import equal_costs
 from tests.helpers.on_torch_devices import alternating, everywhere, opened
@@ -131,7 +132,32 @@ def test_a_placement_over_the_limit_of_a_device_fails_and_the_others_go_on(overl
         assert whole.overfull is not expected
         assert fine.ok, fine.failure
         assert fine.peak_memory_bytes["cuda:0"] < needed / 10
+        reserved = whole.reserved_memory_bytes["cuda:0"]
+        assert whole.peak_memory_bytes["cuda:0"] <= reserved <= int(share * needed)
         if expected:
-            assert needed <= whole.peak_memory_bytes["cuda:0"] <= 1.5 * needed
+            assert needed <= whole.peak_memory_bytes["cuda:0"]
         assert torch.cuda.get_per_process_memory_fraction(0) == 1.0
         assert torch.cuda.memory_allocated(0) == 0
+
+
+@pytest.mark.parametrize("second_device", FAKES[:1], indirect=True)
+def test_gaps_between_tensors_count_against_a_limit_and_are_told() -> None:
+    segment = 1 << 20
+    machine().allocators[0].segment_bytes = segment
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(2)))
+    step = Workload.of(model, (torch.randn(8, 300), torch.randn(8, 300)), nn.MSELoss())
+    needed = sum(2 * p.nbytes for p in model.parameters())  # with gradients
+    assert segment < needed < 2 * segment, "two of the four fit in a segment"
+    extraction = extract(step)
+    calls = placeable(extraction)
+    problem = equal_costs(calls.graph)
+    for limit, expected in ((int(1.9 * segment), False), (2 * segment, True)):
+        executor = TorchExecutor(extraction, calls, problem, limits={"cuda:0": limit})
+        with Measured(executor, rounds=1, warm_up=0) as backend:
+            (whole,) = measurements(backend.evaluate([everywhere(problem, 0)]))
+        assert whole.ok is expected, whole.failure
+        peak, reserved = (
+            peaks["cuda:0"] for peaks in (whole.peak_memory_bytes, whole.reserved_memory_bytes)
+        )
+        assert peak < needed + 100_000 < 1.9 * segment, "tensors alone would fit"
+        assert reserved == (2 * segment if expected else segment)

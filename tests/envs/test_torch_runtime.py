@@ -105,7 +105,7 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         return forward(module, *inputs, **keywords)
 
     monkeypatch.setattr(PlacedModule, "forward", cramped)
-    monkeypatch.setattr(TorchExecutor, "_peaks", lambda _: {name: 7})  # vdev counts nothing
+    monkeypatch.setattr(TorchExecutor, "_peaks", lambda *_: {name: 7})  # vdev counts nothing
     with opened(small) as backend:
         others = backend.evaluate(small[2])
     full = others.pop(index)

@@ -15,8 +15,14 @@ from envs.costs import torch_speeds
 from envs.costs.torch_speeds import seconds_per_call
 from envs.hardware import discover as discovery
 from envs.hardware import torch_devices
-from envs.hardware.discover import available_memory_bytes, check_devices, discover
+from envs.hardware.discover import (
+    DeviceWarning,
+    available_memory_bytes,
+    check_devices,
+    discover,
+)
 from envs.runtime import calibrated
+from tests.fake_cuda import fake_cuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -36,12 +42,40 @@ def test_memory_of_the_cpu_is_all_that_is_free_or_limited() -> None:
 def test_auto_takes_all_cuda_devices_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_devices, "cuda_devices", lambda: ["cuda:0", "cuda:1"])
     monkeypatch.setattr(torch_devices, "torch_device", torch.device)
-    monkeypatch.setattr(torch_devices, "free_bytes", lambda device: 10 + device.index)
+    monkeypatch.setattr(torch_devices, "free_bytes", lambda device: (1 << 30) + device.index)
     monkeypatch.setattr(torch_devices, "kind_of", str)
     monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1001)
     cluster = discover("auto")
     assert cluster.names == ("cuda:0", "cuda:1", "cpu")
-    assert [device.memory_bytes for device in cluster.devices] == [10, 11, 1001]
+    memory_bytes = [device.memory_bytes for device in cluster.devices]
+    assert memory_bytes == [1 << 30, (1 << 30) + 1, 1001]
+
+
+@pytest.mark.filterwarnings("always")
+def test_gpus_that_cannot_be_used_are_left_out_unless_they_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_cuda(3, memory_bytes=1 << 30):
+        torch.cuda.set_per_process_memory_fraction(0.1, 0)
+        with pytest.warns(DeviceWarning, match=r"cuda:0 is left out: only 107 MB of its memory"):
+            assert discover("auto").names == ("cuda:1", "cuda:2", "cpu")
+        info = torch.cuda.mem_get_info
+
+        def busy(device: torch.device) -> tuple[int, int]:
+            if device.index != 2:
+                raise torch.AcceleratorError("CUDA error: devices are busy\nCompile with ...")
+            return info(device)
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+        with pytest.warns(DeviceWarning, match="left out: CUDA error: devices are busy$"):
+            assert discover("auto").names == ("cuda:2", "cpu")
+        with pytest.raises(
+            RuntimeError, match=r"^cuda:1 cannot be used: CUDA error: devices are bu"
+        ):
+            discover("cuda:1,cpu")
+        monkeypatch.setattr(torch_devices, "cuda_devices", lambda: ["cuda:0", "cuda:1"])
+        with pytest.warns(DeviceWarning, match="left out"):
+            assert discover("auto").names[0].startswith("core:")
 
 
 def test_a_device_that_this_torch_does_not_see_is_refused() -> None:
@@ -118,9 +152,42 @@ def test_what_the_process_holds_already_is_not_counted_against_a_limit(
         with torch_devices.limited({device: 20}):
             assert fractions["now"] == pytest.approx(0.5)
         assert fractions["now"] == pytest.approx(0.9)
-    with torch_devices.limited({device: 200}):
-        assert fractions["now"] == 1.0
     assert fractions["now"] == 0.9
+
+
+def test_a_limit_that_the_process_has_already_stays() -> None:
+    device, total = torch.device("cuda", 0), 1 << 30
+    with fake_cuda(memory_bytes=total):
+        held = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        assert torch_devices.free_bytes(device) == total - held.nbytes
+        torch.cuda.set_per_process_memory_fraction(0.25, device)
+        free = torch_devices.free_bytes(device)
+        assert free == total // 4 - held.nbytes
+        assert discover("cuda:0").devices[0].memory_bytes == free
+        with pytest.raises(ValueError, match=f"cannot have {total // 2} bytes of memory: {free} "):
+            discover("cuda:0", {"cuda:0": total // 2})
+        for limit, expected in ((total, 0.25), (total // 8, 0.125 + held.nbytes / total)):
+            with torch_devices.limited({device: limit}):
+                assert torch.cuda.get_per_process_memory_fraction(device) == expected
+                if limit > free:
+                    with pytest.raises(torch.OutOfMemoryError):
+                        torch.empty(total // 4, dtype=torch.uint8, device=device)
+            assert torch.cuda.get_per_process_memory_fraction(device) == 0.25
+        torch.cuda.set_per_process_memory_fraction(held.nbytes / 2 / total, device)
+        assert torch_devices.free_bytes(device) == 0
+
+
+def test_peaks_of_what_is_reserved_have_the_gaps_between_tensors() -> None:
+    device = torch.device("cuda", 0)
+    with fake_cuda():
+        for size in (1 << 16, 1 << 20):
+            torch.empty(size, dtype=torch.uint8, device=device)  # freed, and kept
+        assert torch_devices.peak_bytes(device) == 1 << 20
+        assert torch_devices.peak_reserved_bytes(device) == (1 << 20) + (1 << 16)
+        torch_devices.release(device)
+        torch_devices.reset_peak(device)
+        assert torch_devices.peak_reserved_bytes(device) == 0
+    assert torch_devices.peak_reserved_bytes(torch_devices.CPU) is None
 
 
 def test_what_found_no_memory_is_gone_before_memory_is_given_back(
