@@ -1,21 +1,21 @@
-"""All measurements of torch devices, in one file.
+"""All measurements of torch devices, in one file, and the graphs of the models beside it.
 
     python -m benchmarks.gpu --out gpu.json
 
 First the calibration. Then for each model, without a limit of memory: predicted and measured steps
 of everything on one device, of random placements and of search results, with the costs and
-placements that simulate them again (``python -m benchmarks hosts``), and the placed module on one
-device against the model itself. Then benchmarks/gpu/offload.py, limit by limit, and at last copies
-that overlap with compute against copies in line. What the time limit does not leave room for is
-skipped.
+placements that simulate them again (``python -m benchmarks hosts``; the graphs of the models are in
+gpu.graphs.json), and the placed module on one device against the model itself. Then
+benchmarks/gpu/offload.py, limit by limit, copies that overlap with compute against copies in line,
+the same step in three processes, and ``torch.compile``. What the time limit does not leave room for
+is skipped.
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,15 @@ import torch
 
 from benchmarks.gpu import offload
 from benchmarks.gpu.models import models, two_devices
-from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, placement
+from benchmarks.gpu.process import PROCESSES, in_processes, on_device, trained
+from benchmarks.gpu.workbench import (
+    Workbench,
+    arguments,
+    everything_on,
+    in_order,
+    placement,
+    save_graphs,
+)
 from benchmarks.record import Record, quartiles
 from envs.costs.torch_speeds import copy_speed
 from envs.executors.torch.placed_module import PlacedModule
@@ -36,7 +44,6 @@ from envs.problem import Problem
 from envs.runtime import calibrated
 from envs.simulator import Simulator
 from graphs.extract import Extraction, Workload
-from graphs.workload import LossModule
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code
 
@@ -45,6 +52,8 @@ PAIRS_S = 5.0
 RANDOM_SHARES = (0.5, 0.9, 0.97)
 """Shares of the co-location groups that random placements put on the accelerator."""
 INFERENCE = "mixture of experts", "language model"
+COMPARED = "mixture of experts"
+"""Model whose step is timed in several processes."""
 OVERLAP_SHARES = (0.5, 0.9)
 OVERLAP_S = 2.0
 """Seconds of step pairs (copies in line, copies overlapped) for each placement."""
@@ -110,16 +119,9 @@ def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
     """Time the plain model and the placed module on the accelerator, in pairs."""
     device = torch_device(cluster.names[0])
     step, calls = bench.extraction.step, bench.runtime.calls
-    model = copy.deepcopy(step)
     devices = calls.devices_of_calls([device] * len(calls.graph))
-    placed_step = copy.deepcopy(step)
-    placed = PlacedModule(replaced(bench, placed_step), devices)
-    inputs = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in step.inputs]
-    keywords = {
-        name: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-        for name, leaf in step.keywords.items()
-    }
-    eager = LossModule(model).to(device)
+    placed = PlacedModule(replaced(bench, copy.deepcopy(step)), devices)
+    eager, inputs, keywords = on_device(step, device)
     one = partial(trained, eager, inputs, keywords, [device])
     other = partial(trained, placed, inputs, keywords, [device])
     for _ in range(3):
@@ -129,6 +131,23 @@ def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
     found["eager"] = quartiles([pair[0] for pair in seconds])
     found["placed"] = quartiles([pair[1] for pair in seconds])
     found["placed_over_eager"] = statistics.median(p / e for e, p in seconds)
+
+
+def compiled(
+    bench: Workbench, cluster: Cluster, found: dict[str, Any], backend: str = "inductor"
+) -> None:
+    """Time the plain model on the accelerator with and without ``torch.compile``, in pairs."""
+    device = torch_device(cluster.names[0])
+    eager, inputs, keywords = on_device(bench.extraction.step, device)
+    fast: Any = torch.compile(eager, backend=backend)  # a module, too
+    plain, faster = (partial(trained, one, inputs, keywords, [device]) for one in (eager, fast))
+    for _ in range(3):
+        plain(), faster()
+    pairs = min(max(round(PAIRS_S / (plain() + faster())), 3), PAIRS)
+    seconds = [(plain(), faster()) for _ in range(pairs)]
+    found["eager"] = quartiles([pair[0] for pair in seconds])
+    found["compiled"] = quartiles([pair[1] for pair in seconds])
+    found["compiled_over_eager"] = statistics.median(c / e for e, c in seconds)
 
 
 def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
@@ -184,23 +203,6 @@ def replaced(bench: Workbench, step: Workload) -> Extraction:
     return replace(bench.extraction, step=step)
 
 
-def trained(
-    module: torch.nn.Module,
-    inputs: list[Any],
-    keywords: dict[str, Any],
-    devices: Sequence[torch.device],
-) -> float:
-    """Return the seconds of one training step, until all devices are done."""
-    for device in devices:
-        torch_devices.synchronize(device)
-    start = time.perf_counter()
-    module.zero_grad(set_to_none=True)
-    module(*inputs, **keywords).backward()
-    for device in devices:
-        torch_devices.synchronize(device)
-    return time.perf_counter() - start
-
-
 def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list[int]:
     """Return a random device for every op, the same for all ops of a co-location group."""
     devices = (rng.random(problem.op_count) >= share).astype(int)
@@ -222,6 +224,8 @@ def one_model(
 
     def profiled(found: dict[str, Any]) -> None:
         benches[name] = Workbench(make(), cluster)
+        if record.out is not None:
+            save_graphs(benches, record.out)
         no_limit(record, benches[name], found)
 
     record.part(f"{name}: no limit", profiled)
@@ -256,6 +260,10 @@ def main() -> None:
         for name, make in models(small=small).items():
             one_model(record, cluster, name, make, benches)
         under_limits(record, cluster, benches)
+        again = partial(in_processes, COMPARED, small=small)
+        record.part(f"{COMPARED}: in {PROCESSES} processes", again)
+        for name in benches if cuda_devices() else ():
+            record.part(f"{name}: compiled", partial(compiled, benches[name], cluster))
     record.save()
     record.say("done" if options.out is None else f"done: {options.out}")
 

@@ -1,9 +1,10 @@
 """Value of op placement on one accelerator with too little memory and a CPU.
 
 The accelerator memory is limited to shares of the peak of the whole training step. Measured under
-each limit, in turn: the first layers that fit on the accelerator with the rest on the CPU, and the
-best placement of a search. For inference also accelerate's ``device_map="auto"``, which keeps the
-weights that do not fit on the host and sends them in every step.
+each limit, in turn: the most first layers that fit on the accelerator, found by trying, with the
+rest on the CPU, and the best placement of a search. For inference also accelerate's
+``device_map="auto"``, which keeps the weights that do not fit on the host and sends them in every
+step.
 
 Without a GPU all of it runs on small models, the CPU and a fake device with slow copies, which only
 tests the code: the times say nothing about GPUs. Accelerate then does not send the weights that are
@@ -15,23 +16,24 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.workbench import Workbench, everything_on, in_order, summary
+from benchmarks.gpu.workbench import Workbench, everything_on, in_order, placement, summary
 from benchmarks.record import Record, quartiles
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import cuda_devices, torch_device
-from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS
+from envs.problem import Ints, Problem
+from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.torch_runtime.executor import placed_module
 from graphs.extract import Workload
 from placer.search.candidate import Candidate, distinct
-from placer.search.heuristics import first_layers
+from placer.search.heuristics import first_layers, layer_numbers
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, SearchRequest
 
@@ -57,12 +59,86 @@ def capped(
     """Measure a model whose accelerator has a share of the memory that the whole step takes."""
     limit = int(share * peak_bytes)
     problem = bench.problem(limit)
-    order = -np.arange(problem.op_count, dtype=np.float64)
-    layers = in_order(problem, "first layers that fit", first_layers(problem, order))
+    layers = in_order(problem, "first layers that fit", layers_that_fit(bench, peak_bytes, limit))
     found.update(share=share, limit_bytes=limit)
     plans = [layers, *found_by_search(problem, 1)]
     found["rows"] = bench.measured(problem, plans, limit)
     tell(record, found["rows"])
+
+
+def layers_that_fit(bench: Workbench, peak_bytes: int, limit_bytes: int) -> Ints:
+    """Return devices (N,) with the most first layers on the accelerator that fit when they run.
+
+    They are tried one number after the other, from those that fit by prediction, which is scaled
+    to what the whole step took. Where no limit is enforced the prediction decides.
+    """
+    problem = bench.problem()
+    alone = everything_on(problem, 0)
+    whole_bytes = int(Simulator(problem).run(alone.devices, alone.priority).peak_bytes[0])
+    scaled = bench.problem(
+        limit_bytes * whole_bytes // peak_bytes if cuda_devices() else limit_bytes
+    )
+    order = -np.arange(problem.op_count, dtype=np.float64)
+    predicted = first_layers(scaled, order)
+    if not cuda_devices():
+        return predicted
+    number = layer_numbers(problem)
+
+    def first(count: int) -> Ints:
+        return np.where((number < count) & problem.allowed[:, 0], 0, 1).astype(np.int32)
+
+    guess = int(number[predicted == 0].max(initial=-1)) + 1
+    return first(
+        most_that_fit(
+            lambda count: fits(bench, problem, first(count), limit_bytes),
+            guess,
+            int(number.max()) + 1,
+        )
+    )
+
+
+def most_that_fit(fits: Callable[[int], bool], guess: int, most: int) -> int:
+    """Return the largest number up to ``most`` that fits, 0 if none does; all below it fit, too.
+
+    From the guess on steps get longer, and then shorter.
+    """
+    low, high, step = 0, most + 1, 1  # low fits, high does not
+    trial = min(max(guess, 1), most)
+    while low + 1 < high:
+        trial = min(max(trial, low + 1), high - 1)
+        if fits(trial):
+            low = trial
+        else:
+            high = trial
+        if low and high <= most:
+            trial = (low + high) // 2
+        else:
+            trial += step if low else -step
+            step *= 2
+    return low
+
+
+def fits(bench: Workbench, problem: Problem, devices: Ints, limit_bytes: int) -> bool:
+    """Run two steps with ops in the order of the model; return whether memory sufficed."""
+    plan = placement(problem, in_order(problem, "", devices))
+    names = [torch_device(name) for name in problem.cluster.names]
+    calls, step = bench.runtime.calls, copy.deepcopy(bench.extraction.step)
+
+    def work() -> bool:
+        with torch_devices.limited({names[0]: limit_bytes}):
+            placed = placed_module(
+                replace(bench.extraction, step=step),
+                calls,
+                [names[d] for d in plan.devices],
+                plan.priority,
+            )
+            for _ in range(2):
+                placed.zero_grad(set_to_none=True)
+                placed.step(*step.step_inputs, **step.keywords)
+            torch_devices.synchronize(names[0])
+        return True
+
+    return bool(torch_devices.unless_out_of_memory(work, names[0]))
 
 
 def tell(record: Record, rows: list[dict[str, Any]]) -> None:

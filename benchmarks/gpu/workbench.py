@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.torch_runtime import TorchExecutor, TorchRuntime
 from envs.torch_runtime.runtime import launch_order
 from graphs.extract import Workload, extract
+from graphs.files import write_whole
 from graphs.graph import GraphArrays
+from graphs.graph_file import graph_to_dict
 from placer.search.candidate import Candidate, Kind
 from placer.search.heuristics import single_device
 
@@ -78,6 +82,20 @@ class Workbench:
         }
 
 
+def graphs_file(results: Path) -> Path:
+    """Return the file of the graphs of all models, beside a file of results."""
+    return results.with_suffix(".graphs.json")
+
+
+def save_graphs(benches: Mapping[str, Workbench], results: Path) -> None:
+    """Write the graphs of all models: with them rows are simulated again by any version.
+
+    Extraction by another version of torch or of a model may give another graph.
+    """
+    graphs = {name: graph_to_dict(bench.runtime.graph) for name, bench in benches.items()}
+    write_whole(graphs_file(results), json.dumps(graphs) + "\n")
+
+
 def placement(problem: Problem, plan: Candidate) -> Placement:
     """Return the placement of a candidate, with its launch order as priority."""
     schedule = Simulator(problem).run(plan.devices, plan.priority)
@@ -101,6 +119,7 @@ def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
         "predicted_s": schedule.step_ns / 1e9,
         "predicted_peak_bytes": schedule.peak_bytes.tolist(),
         "measured_peak_bytes": dict(seen.peak_memory_bytes),
+        "measured_reserved_bytes": dict(seen.reserved_memory_bytes),
         "failure": seen.failure,
         **quartiles(seen.wall_s),
     }

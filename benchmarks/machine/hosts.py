@@ -24,6 +24,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gpu.workbench import graphs_file
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from envs.costs.roofline import roofline_costs
@@ -37,6 +38,7 @@ from graphs.costs import with_costs
 from graphs.extract import extract
 from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays
+from graphs.graph_file import graph_from_dict
 from placer.search.heuristics import layer_numbers
 
 FOLDER: Final = Path(__file__).parents[1] / "results"
@@ -120,6 +122,13 @@ def graph_of(model: str) -> nx.DiGraph[str]:
     from benchmarks.gpu.models import models
 
     return placeable(extract(models(small=False)[model]())).graph
+
+
+def recorded_graph(file: str, model: str) -> nx.DiGraph[str] | None:
+    """Return the graph of a model as it was recorded beside a file, None if it was not."""
+    path = graphs_file(FOLDER / f"{file}.json")
+    graphs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return graph_from_dict(graphs[model]) if model in graphs else None
 
 
 def scaled(times_s: NDArray[np.float64], least_s: float, sum_s: float) -> NDArray[np.float64]:
@@ -267,7 +276,12 @@ def again(file: str, found: dict[str, Any]) -> Table:
         model, _, what = part.partition(": ")
         if what == "no limit":
             try:
-                problem = costed(graph_of(model), machine(file), content["costs_ns"])
+                graph = recorded_graph(file, model)
+                problem = costed(
+                    graph_of(model) if graph is None else graph, machine(file), content["costs_ns"]
+                )
+                if graph is not None and problem.graph.hash != content["graph"]:
+                    raise ValueError("another graph was recorded beside it")
             except ValueError as error:
                 lost.append(f"{model} ({error})")
                 continue

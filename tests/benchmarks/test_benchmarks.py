@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import (
     extraction,
@@ -28,14 +24,12 @@ from benchmarks import (
     startup,
 )
 from benchmarks.__main__ import build_parser, chosen_parts, main
-from benchmarks.gpu.__main__ import trained
 from benchmarks.machine import overhead
 from benchmarks.quality import Scores
 from benchmarks.record import Effort, Record
 from benchmarks.replicas import scaling, sync_methods, sync_quality
 from benchmarks.simulator import PlainSimulator, placements
 from benchmarks.tables import BEGIN, END, Table, merged, write_tables
-from envs.hardware import torch_devices
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.bounds import lower_bound_ns, pace_ns
@@ -332,31 +326,3 @@ def test_overhead_and_startup_are_measured(tmp_path: Path) -> None:
     startup.warm(found, 1)
     assert 0 < found["help_s"] < found["first_evaluation_s"]
     assert not found["with_torch"]
-
-
-@pytest.mark.slow
-def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit", "300", "--out", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "PLACER_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=600,
-    )
-    assert not re.findall(r'"failure": ".+"', out.read_text())
-    parts = json.loads(out.read_text())["parts"]
-    assert {name.partition(":")[0] for name in parts} >= {
-        *("calibration", "mixture of experts", "language model", "recommendation", "translation")
-    }
-
-
-def test_a_timed_step_ends_when_all_devices_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
-    model = torch.nn.Linear(2, 1, bias=False)
-    model.register_forward_hook(lambda *_: done.append("step"))
-    monkeypatch.setattr(torch_devices, "synchronize", lambda device: done.append(str(device)))
-    trained(model, [torch.ones(2)], {}, devices)
-    every = ["cuda:0", "cuda:1", "cpu"]
-    assert done == [*every, "step", *every]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import networkx as nx
 import numpy as np
 import pytest
 
+from benchmarks.gpu.workbench import Workbench, graphs_file, save_graphs
+from benchmarks.machine import hosts
 from benchmarks.machine.hosts import (
     FILES,
     Row,
     costed,
     in_order,
     machine,
+    parts_of,
     placement_of,
     rank_correlation,
     recorded,
@@ -105,3 +113,51 @@ def test_recorded_placements_are_simulated_with_recorded_and_fitted_costs() -> N
     assert third > 128 / 136
     with pytest.raises(ValueError, match="8 ops, but 7 were recorded on cuda:0"):
         costed(chain_graph(), machine(), {"cuda:0": " ".join(7 * ["1"])})
+
+
+def test_rows_are_simulated_again_with_the_graph_that_was_recorded_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, file = chain_graph(), tmp_path / "new.json"
+    rows = [
+        {"name": device * 8, "devices": device * 8, "order": " ".join(map(str, range(8)))}
+        | {"median_s": 1e-3, "predicted_s": 1e-3, "tied_with_fastest": True}
+        for device in "01"
+    ]
+    content = {
+        "costs_ns": dict.fromkeys(("cuda:0", "cpu"), " ".join(8 * ["1000"])),
+        "graph": GraphArrays.from_graph(graph).hash,
+        "rows": rows,
+    }
+    parts = {"calibration": parts_of("2026-11-20-h200-gpu")["calibration"]}
+    file.write_text(json.dumps({"parts": parts | {"chain: no limit": content}}))
+    bench = cast("Workbench", SimpleNamespace(runtime=SimpleNamespace(graph=graph)))
+    save_graphs({"chain": bench}, file)
+    made: list[str] = []
+
+    def extracted(model: str) -> nx.DiGraph[str]:
+        made.append(model)
+        return chain_graph()
+
+    monkeypatch.setattr(hosts, "FOLDER", tmp_path)
+    monkeypatch.setattr(hosts, "graph_of", extracted)
+
+    def again() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        hosts.again("new", found)
+        return found
+
+    with_graph = again()
+    assert not made
+    assert len(with_graph["reruns"]) == 2
+    graphs_file(file).unlink()
+    assert again() == with_graph
+    assert made == ["chain"], "extracted anew where none was recorded"
+    other = chain_graph()
+    other.remove_node("op7")
+    add_op(other, "op9", cost_s={"*": 1e-3}, module="", output_bytes=8)
+    bench.runtime.graph = other
+    save_graphs({"chain": bench}, file)
+    lost = again()
+    assert lost["not_made_again"] == ["chain (another graph was recorded beside it)"]
+    assert not lost["reruns"]
