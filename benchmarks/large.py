@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import networkx as nx
@@ -42,6 +43,12 @@ LARGE_S: Final = (1.0, 5.0)
 PLANTED_S: Final = (1.0, 20.0)
 WORKERS: Final = 2
 WORKERS_S: Final = 5.0
+OF_WORKERS: Final = {
+    "evaluations": ".2f",
+    "decodes per second": ".2f",
+    "moves per second": ".2f",
+    "step": ".4f",
+}
 SPREAD: Final = 0.5
 """Standard deviation of the logarithm of an op's cost on one of the unrelated devices."""
 PREMIUM: Final = 0.5
@@ -232,41 +239,50 @@ def large_table(found: Mapping[str, Mapping[str, Any]], budgets: Sequence[Budget
 def of_workers(
     placer: Placer, items: Sequence[Exercise], budget: Budget, seeds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Return, by problem, evaluations and steps of WORKERS workers over those of one.
+    """Return, by problem, the figures of WORKERS workers over those of one.
 
     Both search by turns, so that a busy machine affects both.
     """
     found: dict[str, dict[str, list[float]]] = {}
     for item in items:
-        evaluations, steps = [], []
+        of = found[item.family] = {name: [] for name in OF_WORKERS}
         for seed in range(seeds):
-            counts, times = [], []
+            figures = []
             for workers in (1, WORKERS):
                 trace = SearchTrace()
                 request = SearchRequest(
                     item.evaluator.problem, budget, seed=seed, workers=workers, search_trace=trace
                 )
-                times.append(placer.place(request)[0].step_ns)
-                counts.append(max(part.evaluations for part in trace.parts.values()))
-            evaluations.append(counts[1] / counts[0])
-            steps.append(times[1] / times[0])
-        found[item.family] = {"evaluations": evaluations, "step": steps}
+                step_ns = placer.place(request)[0].step_ns
+                figures.append((*_speeds(trace), step_ns))
+            for name, one, several in zip(OF_WORKERS, *figures, strict=True):
+                of[name].append(several / one)
     return found
+
+
+def _speeds(trace: SearchTrace) -> tuple[int, float, float]:
+    """Return the evaluations of a search, and those per second of evolution and of annealing."""
+    parts = list(trace.parts.values())
+    evolution, annealing = (
+        (part.evaluations - before.evaluations) / (part.seconds - before.seconds)
+        for before, part in pairwise(parts[-3:])
+    )
+    return parts[-1].evaluations, evolution, annealing
 
 
 def workers_table(found: Mapping[str, Mapping[str, Sequence[float]]], budget: Budget) -> Table:
     """Return a row for each problem, and the geometric means."""
     rows = [
-        (name, spread(sorted(of["evaluations"]), ".2f"), spread(sorted(of["step"]), ".4f"))
+        (name, *(spread(sorted(of[key]), form) for key, form in OF_WORKERS.items()))
         for name, of in found.items()
     ]
-    means = [
-        float(np.exp(np.mean([np.log(of[key]).mean() for of in found.values()])))
-        for key in ("evaluations", "step")
-    ]
-    rows.append(("geometric mean", f"{means[0]:.2f}", f"{means[1]:.4f}"))
+    means = (
+        format(np.exp(np.mean([np.log(of[key]).mean() for of in found.values()])), form)
+        for key, form in OF_WORKERS.items()
+    )
+    rows.append(("geometric mean", *means))
     note = f"{WORKERS} workers over one, {budget} each"
-    return Table("Search, workers", note, ("problem", "evaluations", "step"), tuple(rows))
+    return Table("Search, workers", note, ("problem", *OF_WORKERS), tuple(rows))
 
 
 def parts(effort: Effort) -> dict[str, Part]:

@@ -41,7 +41,7 @@ SEEDS: Final = 2**32
 LEAST_MEASURING_S: Final = 6.0
 """Wall time of runs for short budgets: workers take about a second to start."""
 MOST_WORKERS: Final = 8
-"""Threads of a search on a machine with more cores; evolution has ten decodes at a time."""
+"""Most threads of a search by default; evolution has ten decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -38,8 +38,8 @@ from placer.search.list_scheduler.sight import Sight, see, sight_of
 
 T = TypeVar("T")
 
-FEWEST_PAIRS: Final = 10_000
-"""Pairs of op and device for which it pays to hand a decode to another thread, about 0.5 ms."""
+FEWEST_PAIRS: Final = 20_000
+"""Pairs of op and device in all decodes for which it pays to divide them, about 1 ms."""
 
 
 class Evaluator:
@@ -226,7 +226,7 @@ class Team:
         """Decode weights as :meth:`Evaluator.decode` does, with the same result."""
         [first] = self.evaluators(1)
         count = min(len(weights), self.workers.count)
-        if count == 1 or first.scheduling.cost.size < FEWEST_PAIRS:
+        if count == 1 or len(weights) * first.scheduling.cost.size < FEWEST_PAIRS:
             return first.decode(weights)
         parts = zip(self.evaluators(count), np.array_split(weights, count), strict=True)
         found = self.workers.run([partial(each.decode, rows) for each, rows in parts])

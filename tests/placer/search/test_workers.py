@@ -64,7 +64,7 @@ def test_workers_keep_the_contract(name: str, check: Callable[[Make], None]) -> 
 @pytest.mark.parametrize(("name", "objective"), SEARCHES)
 def test_seed_evaluations_and_workers_determine_the_result(name: str, objective: str) -> None:
     problem = random_problem(3, ops=1300, devices=8)
-    assert problem.cost_ns.size >= FEWEST_PAIRS
+    assert 2 * problem.cost_ns.size >= FEWEST_PAIRS  # decodes are divided, too
     placer = placer_named(name, POLICY, objective=objective)
     request = SearchRequest(problem, Budget(evaluations=300), seed=5, objective=objective)
     found = [
