@@ -20,7 +20,7 @@ from envs.problem import Floats, Ints, Longs, Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.simulator.max_load import max_load_ns
 from placer.search.candidate import Candidate, Kind, ranked
-from placer.search.contiguous import pipeline_parts
+from placer.search.contiguous.parts import pipeline_parts
 from placer.search.evaluator import Evaluator
 from placer.search.grouping import spread
 from placer.search.list_scheduler.arrays import SchedulingArrays
