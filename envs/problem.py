@@ -30,7 +30,10 @@ Longs = NDArray[np.int64]
 
 HORIZON_BITS: Final = 39
 HORIZON_NS: Final = 1 << HORIZON_BITS
-"""Upper bound on step times, 550 s."""
+"""Upper bound on times that the compiled simulator counts, 550 s; longer ones see
+:mod:`envs.simulator.time_units`."""
+LARGEST_TOTAL_NS: Final = 1 << 61
+"""Limit on the costs of all ops, 73 years, so that their sums stay within 63 bits."""
 LARGEST_TOTAL_BYTES: Final = 2.0**62
 """Limit on the bytes of all ops and edges, so that their sums stay within 63 bits."""
 
@@ -98,7 +101,7 @@ class Load:
         for d, device in enumerate(cluster.devices):
             loaded_s = graph.loaded_costs_for(device.kind) + device.launch_s
             if not np.isnan(loaded_s).all():
-                loaded_ns = each_in_nanoseconds(np.minimum(np.nan_to_num(loaded_s), LONGEST_S))
+                loaded_ns = _costs_ns(loaded_s)
                 extra_ns[:, d] = (loaded_ns - cost_ns[:, d]).clip(0)
                 machines[d] = split_name(device.name)[0]
         machine = [
@@ -155,6 +158,13 @@ class Problem:
         if total >= LARGEST_TOTAL_BYTES:
             raise ValueError(
                 f"graph {graph.name!r} holds {total:.3g} bytes in all; a problem may have 2**62"
+            )
+        work_ns = float(self.cost_ns.max(axis=1, initial=0).sum(dtype=np.float64))
+        if work_ns >= LARGEST_TOTAL_NS:
+            raise ValueError(
+                f"the ops of graph {graph.name!r} cost {work_ns / 1e9:.3g} s in all, each on its "
+                f"slowest device; a problem may have {LARGEST_TOTAL_NS / 1e9:.2g} s: scale all "
+                "costs down"
             )
 
     @property
@@ -244,7 +254,7 @@ def _costs(graph: GraphArrays, cluster: Cluster, hosts: HostThreads | None) -> t
         on_device = hosts is None or hosts.synchronous[d]
         cost_s = graph.costs_for(device.kind) + (device.launch_s if on_device else 0.0)
         allowed[:, d] = ~np.isnan(cost_s)
-        cost_ns[:, d] = each_in_nanoseconds(np.minimum(np.nan_to_num(cost_s), LONGEST_S))
+        cost_ns[:, d] = _costs_ns(cost_s)
     for i, names in enumerate(graph.allowed):
         if names is not None:
             allowed[i] &= np.isin(np.array(cluster.names), np.array(names))
@@ -261,10 +271,16 @@ def _costs(graph: GraphArrays, cluster: Cluster, hosts: HostThreads | None) -> t
         device = cluster.devices[d]
         cost_s = graph.costs_for(device.kind)[i] + device.launch_s
         raise ValueError(
-            f"op {graph.ids[i]!r} costs {cost_s:.3g} s on {device.name}; steps must stay below "
+            f"op {graph.ids[i]!r} costs {cost_s:.3g} s on {device.name}; an op may take "
             f"{LONGEST_S:g} s: scale all costs down, or keep it off that device"
         )
     return allowed, cost_ns
+
+
+def _costs_ns(cost_s: Floats) -> Longs:
+    """Return the nanoseconds of costs, 0 where they are not known, at most ``LONGEST_S``."""
+    shortest_s = np.minimum(np.nan_to_num(cost_s), LONGEST_S)
+    return np.asarray(np.rint(shortest_s * 1e9), np.int64)
 
 
 def _unplaceable(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> str:

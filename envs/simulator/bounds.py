@@ -12,6 +12,7 @@ import numpy as np
 
 from envs.compiled import compiled_borrowing
 from envs.problem import Bools, Floats, Ints, Longs, Problem, transfer_ns
+from envs.simulator.time_units import in_units, unit_for
 from graphs.graph import PHASES, GraphArrays
 
 ROUNDS: Final = 200
@@ -36,6 +37,7 @@ def lower_bound_ns(problem: Problem) -> int:
     :func:`thread_pace_ns`. A ValueError says why no placement can run, see
     :func:`missing_link`.
     """
+    problem, unit_ns = _counted(problem)
     head, tail = paths = _paths(problem)
     if reason := _missing_link(problem, paths):
         raise ValueError(reason)
@@ -44,7 +46,7 @@ def lower_bound_ns(problem: Problem) -> int:
         before, after = _work_around(problem, shares // total)
         head, tail = np.maximum(head, before), np.maximum(tail, after)
     around = int(_around(problem, head, tail).max())
-    return max(_rounded_up(shares, total), around, thread_pace_ns(problem))
+    return unit_ns * max(_rounded_up(shares, total), around, thread_pace_ns(problem))
 
 
 def thread_pace_ns(problem: Problem) -> int:
@@ -53,6 +55,7 @@ def thread_pace_ns(problem: Problem) -> int:
     The bound of :func:`pace_ns`, for threads instead of devices: an op occupies its thread for its
     launch, or on a synchronous device until it ends. 0 without hosts.
     """
+    problem, unit_ns = _counted(problem)
     hosts = problem.hosts
     if hosts is None:
         return 0
@@ -65,7 +68,7 @@ def thread_pace_ns(problem: Problem) -> int:
     ]
     by_thread = np.column_stack(of_thread)
     allowed = by_thread < never
-    return _rounded_up(*_shares(np.where(allowed, by_thread, 0), allowed))
+    return unit_ns * _rounded_up(*_shares(np.where(allowed, by_thread, 0), allowed))
 
 
 def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
@@ -76,9 +79,10 @@ def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
     bound is exact. Without ``optimizer``, its ops are left out: they do not repeat for every
     micro-batch.
     """
+    problem, unit_ns = _counted(problem)
     counts = problem.graph.phase != PHASES.index("optimizer")
     rows = np.flatnonzero(counts | optimizer)
-    return _rounded_up(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
+    return unit_ns * _rounded_up(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
 
 
 def load_bound_ns(problem: Problem) -> int:
@@ -88,7 +92,14 @@ def load_bound_ns(problem: Problem) -> int:
 
 def missing_link(problem: Problem) -> str:
     """Return the reason that missing links let no placement run, or ""."""
+    problem, _ = _counted(problem)
     return "" if problem.connected.all() else _missing_link(problem, _paths(problem))
+
+
+def _counted(problem: Problem) -> tuple[Problem, int]:
+    """Return the problem in units in which all costs are below 2**39, and the unit in ns."""
+    unit_ns = unit_for(int(problem.cost_ns.max(initial=0)))
+    return in_units(problem, unit_ns, round_down=True), unit_ns
 
 
 def _missing_link(problem: Problem, paths: _Paths) -> str:

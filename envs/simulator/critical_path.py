@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from envs.hardware.link_tables import NO_QUEUE
-from envs.problem import HORIZON_NS, Problem
+from envs.problem import Longs, Problem
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 
@@ -141,7 +141,8 @@ class Sent:
         pair = (sent.source, sent.destination)
         self.queues = np.stack([problem.queue[pair], problem.second_queue[pair]]).astype(np.int64)
         # Of transfers that end at one instant the longest first: the others took no time.
-        ends = (self.queues * HORIZON_NS + sent.end_ns).ravel()
+        self.times_ns = np.unique(sent.end_ns)
+        ends = self._keys(self.queues, sent.end_ns).ravel()
         self.order = np.lexsort((np.tile(sent.start_ns, 2), ends))
         self.ends = ends[self.order]
 
@@ -183,6 +184,10 @@ class Sent:
         )
         return [wait, transfer] if waits else [transfer]
 
+    def _keys(self, queues: Longs, end_ns: Longs) -> Longs:
+        """Return sort keys of transfers: by queue, then by end."""
+        return queues * len(self.times_ns) + np.searchsorted(self.times_ns, end_ns)
+
     def _carrier(self, producer: int, reader: int) -> int:
         graph, devices = self.problem.graph, self.schedule.devices
         edges = range(graph.successor_start[producer], graph.successor_start[producer + 1])
@@ -198,7 +203,7 @@ class Sent:
         """Return the transfer that occupied the link of transfer k until k began."""
         sent = self.schedule.transfers
         queues = self.queues[:, k]
-        keys = queues[queues != NO_QUEUE] * HORIZON_NS + sent.start_ns[k]
+        keys = self._keys(queues[queues != NO_QUEUE], sent.start_ns[k])
         at = np.searchsorted(self.ends, keys)
         others = self.order[at[self.ends[at] == keys]] % len(sent)  # k's own end comes at or after
         other = int(others[sent.start_ns[others] < sent.start_ns[k]][0])

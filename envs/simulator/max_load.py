@@ -21,6 +21,8 @@ import numpy as np
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
 from envs.problem import (
+    HORIZON_NS,
+    LARGEST_TOTAL_NS,
     Bools,
     Floats,
     Ints,
@@ -29,7 +31,6 @@ from envs.problem import (
     device_row,
     device_rows,
     nanoseconds,
-    transfer_ns,
 )
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.reasons import blocked_reason, overfull_reason
@@ -52,6 +53,7 @@ class LoadArrays(NamedTuple):
     connected: Bools  # (D, D)
     pays: Bools  # (D,) whether the device is charged for transfers
     memory_bytes: Longs  # (D,)
+    longest_ns: int  # of a transfer, so that sums stay within 63 bits
 
 
 @by_pointer
@@ -81,7 +83,12 @@ def load_arrays(problem: Problem) -> LoadArrays:
         connected=problem.connected.copy(),
         pays=np.array(pays, np.bool_),
         memory_bytes=problem.memory_bytes.copy(),
+        longest_ns=_longest_ns(problem),
     )
+
+
+def _longest_ns(problem: Problem) -> int:
+    return max(LARGEST_TOTAL_NS // max(problem.op_count, 1), HORIZON_NS)
 
 
 def _with_launches(problem: Problem) -> Longs:
@@ -107,11 +114,12 @@ def least_send_ns(problem: Problem) -> Longs:
     graph = problem.graph
     linked = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
     least = np.zeros(problem.op_count, np.int64)
+    longest_ns = _longest_ns(problem)
     latency_s, bandwidth = problem.latency_s[linked], problem.bandwidth_bytes_per_s[linked]
     for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
         if first < end and len(latency_s):
             seconds = latency_s + graph.edge_bytes[first:end].min() / bandwidth
-            least[i] = nanoseconds(float(seconds.min()))
+            least[i] = nanoseconds(float(seconds.min()), longest_ns)
     return least
 
 
@@ -191,9 +199,9 @@ def count_op(arrays: LoadArrays, loads: Loads, devices: Ints, i: int, sign: int)
         if d == home or loads.largest[d] < 0:
             continue
         if arrays.connected[home, d]:
-            sent_ns = transfer_ns(
-                arrays.latency_s[home, d], loads.largest[d], arrays.bandwidth_bytes_per_s[home, d]
-            )
+            size = loads.largest[d]
+            sent_s = arrays.latency_s[home, d] + size / arrays.bandwidth_bytes_per_s[home, d]
+            sent_ns = int(np.rint(min(sent_s * 1e9, float(arrays.longest_ns))))
             longest = max(longest, sent_ns)
             if arrays.pays[d]:
                 loads.load_ns[d] += sign * sent_ns

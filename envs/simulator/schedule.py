@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,23 @@ class Schedule:
         while (i := int(self.cause[i])) >= 0:
             chain.append(i)
         return chain[::-1]
+
+
+def in_nanoseconds(schedule: Schedule, unit_ns: int) -> Schedule:
+    """Return a schedule that was counted in units of ``unit_ns`` nanoseconds."""
+    sent = schedule.transfers
+    return replace(
+        schedule,
+        step_ns=schedule.step_ns * unit_ns,
+        start_ns=schedule.start_ns * unit_ns,
+        end_ns=schedule.end_ns * unit_ns,
+        transfers=replace(
+            sent,
+            request_ns=sent.request_ns * unit_ns,
+            start_ns=sent.start_ns * unit_ns,
+            end_ns=sent.end_ns * unit_ns,
+        ),
+    )
 
 
 def busy_ns(problem: Problem, schedule: Schedule) -> NDArray[np.int64]:

@@ -26,7 +26,8 @@ from envs.simulator.kernel.step import simulate_batch
 from envs.simulator.kernel.tables import arrays_of, workspace_for
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.reasons import blocked_reason, overfull_reason
-from envs.simulator.schedule import Schedule, Transfers, busy_ns
+from envs.simulator.schedule import Schedule, Transfers, busy_ns, in_nanoseconds
+from envs.simulator.time_units import LARGEST_UNIT_NS, in_units, unit_for
 
 BLOCKS_PER_THREAD: Final = 32
 """Average number of blocks of a batch per thread: some placements take longer than others."""
@@ -43,6 +44,9 @@ class Simulator:
     be reused, half on average, at the price of storing states; stopping at a limit, as
     :func:`simulate_core` does for searches, saves more. Loads are updated incrementally, see
     :mod:`envs.simulator.max_load`.
+
+    Steps of 550 s and more are simulated again in longer units, see
+    :mod:`envs.simulator.time_units`.
     """
 
     def __init__(self, problem: Problem, *, memory: bool = True, threads: int = 1) -> None:
@@ -54,6 +58,7 @@ class Simulator:
         self.arrays = arrays_of(problem)
         self.work = workspace_for(problem)
         self._works = [self.work]
+        self._by_unit: dict[int, Simulator] = {}
 
     def step_ns(self, devices: Ints, priority: Floats) -> Longs:
         """Simulate a batch of placements and return their step times.
@@ -69,7 +74,7 @@ class Simulator:
 
         Raises:
             ValueError: a wrong shape, a device that does not exist, a priority that is not
-                finite, or a step of 550 s and more.
+                finite, or a step of 174 years and more.
         """
         devices, priority = self._checked(devices, priority)
         steps = np.empty(len(devices), np.int64)
@@ -79,19 +84,56 @@ class Simulator:
             beyond = self._simulate(self.work, devices, priority, memory, steps)
         else:
             beyond = self._spread(devices, priority, memory, steps, threads)
-        if beyond >= 0:
-            where = f"placement {beyond} of {len(devices)}: " if len(devices) > 1 else ""
-            raise ValueError(where + _too_long(self.problem))
+        for row in sorted(beyond):
+            rows = devices[row : row + 1], priority[row : row + 1]
+            where = f"placement {row} of {len(devices)}: " if len(devices) > 1 else ""
+            unit_ns, simulator = self._in_longer_units(*rows, where)
+            steps[row] = simulator.step_ns(*rows)[0]
+            if steps[row] != INFEASIBLE_NS:
+                steps[row] *= unit_ns
         return steps
 
     def _simulate(
         self, work: Workspace, devices: Ints, priority: Floats, memory: int, steps: Longs
-    ) -> int:
-        return simulate_batch(self.arrays, work, devices, priority, NO_LIMIT_NS, memory, steps)
+    ) -> list[int]:
+        """Simulate all rows; return those that are beyond the horizon, without their steps."""
+        beyond: list[int] = []
+        first = 0
+        while first < len(devices):
+            rows = slice(first, None)
+            stopped = simulate_batch(
+                self.arrays, work, devices[rows], priority[rows], NO_LIMIT_NS, memory, steps[rows]
+            )
+            if stopped < 0:
+                break
+            beyond.append(first + stopped)
+            first += stopped + 1
+        return beyond
+
+    def _in_longer_units(
+        self, devices: Ints, priority: Floats, where: str = ""
+    ) -> tuple[int, Simulator]:
+        """Return the smallest unit that counts the step of a placement, (1, N) each.
+
+        With it comes the simulator that counts in this unit.
+        """
+        cost_ns = self.problem.cost_ns[np.arange(self.problem.op_count), devices[0]]
+        busy_ns = np.zeros(self.problem.device_count, np.int64)
+        np.add.at(busy_ns, devices[0], cost_ns)
+        unit_ns = max(unit_for(int(busy_ns.max())), 10)
+        while unit_ns <= LARGEST_UNIT_NS:
+            if unit_ns not in self._by_unit:
+                longer = in_units(self.problem, unit_ns)
+                self._by_unit[unit_ns] = Simulator(longer, memory=self.memory)
+            simulator, steps = self._by_unit[unit_ns], np.empty(1, np.int64)
+            if not simulator._simulate(simulator.work, devices, priority, RECORD_MEMORY, steps):
+                return unit_ns, simulator
+            unit_ns *= 10
+        raise ValueError(where + _too_long(self.problem))
 
     def _spread(
         self, devices: Ints, priority: Floats, memory: int, steps: Longs, threads: int
-    ) -> int:
+    ) -> list[int]:
         """Simulate blocks on whichever thread is free; compiled code runs without the GIL."""
         while len(self._works) < threads:
             self._works.append(workspace_for(self.problem))
@@ -103,11 +145,11 @@ class Simulator:
             for first in blocks:
                 rows = slice(first, first + size)
                 stopped = self._simulate(work, devices[rows], priority[rows], memory, steps[rows])
-                beyond += [first + stopped] if stopped >= 0 else []
+                beyond += [first + row for row in stopped]
             return beyond
 
         with ThreadPoolExecutor(threads) as pool:
-            return min(chain.from_iterable(pool.map(run, self._works[:threads])), default=-1)
+            return list(chain.from_iterable(pool.map(run, self._works[:threads])))
 
     def run(self, devices: Ints, priority: Floats, *, transfers: bool = True) -> Schedule:
         """Simulate one placement, (N,) each; faster if its transfers are not listed.
@@ -120,8 +162,11 @@ class Simulator:
             raise ValueError(f"run takes one placement, not {len(devices)}")
         where = devices[0].copy()  # a copy: the caller may change its array
         steps = np.empty(1, np.int64)
-        if self._simulate(self.work, devices, priority, RECORD_MEMORY, steps) >= 0:
-            raise ValueError(_too_long(self.problem))
+        if self._simulate(self.work, devices, priority, RECORD_MEMORY, steps):
+            unit_ns, simulator = self._in_longer_units(devices, priority)
+            schedule = simulator.run(devices, priority, transfers=transfers)
+            blocked = schedule.step_ns == INFEASIBLE_NS
+            return schedule if blocked else in_nanoseconds(schedule, unit_ns)
         start_ns, cause = self.work.start_ns.copy(), self.work.cause.copy()
         if self.problem.load is None:
             end_ns = start_ns + self.problem.cost_ns[np.arange(len(where)), where]
@@ -280,7 +325,8 @@ class Simulated:
 
 
 def _too_long(problem: Problem) -> str:
+    longest_s = HORIZON_NS * LARGEST_UNIT_NS / 1e9
     return (
-        f"a step of {problem.graph.name!r} takes more than {HORIZON_NS / 1e9:.0f} s, the most that "
-        "the simulator counts; scale all costs and transfers down"
+        f"a step of {problem.graph.name!r} takes more than {longest_s:.2g} s, the most that the "
+        "simulator counts; scale all costs and transfers down"
     )

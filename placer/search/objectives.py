@@ -14,6 +14,7 @@ from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
 from envs.simulator.max_load import loads_of, max_load_ns, overload_reason
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.schedule import Schedule
+from envs.simulator.time_units import in_units, search_unit_ns
 from placer.search.candidate import Candidate, Kind, Prediction
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
@@ -53,6 +54,9 @@ class Objective:
         first copy. For throughput, a placer that supports max-load spends a share of the budget on
         balancing loads, as the busiest device sets the pace; its best candidate comes last.
         """
+        unit_ns = search_unit_ns(request.problem, self.micro_batches)
+        shorter = in_units(request.problem, unit_ns)
+        request = replace(request, problem=shorter, unit_ns=unit_ns)
         balanced: list[Candidate] = []
         rest = replace(request, objective=self.name)
         if self.name == "throughput" and MAX_LOAD in placer.objectives:
@@ -70,8 +74,11 @@ class Objective:
                 candidate,
                 devices=candidate.devices[:count],
                 priority=candidate.priority[:count],
+                step_ns=_in_ns(candidate.step_ns, unit_ns),
                 # It was proved for the step.
-                bound_ns=candidate.bound_ns if self.name == LATENCY else None,
+                bound_ns=None
+                if candidate.bound_ns is None or self.name != LATENCY
+                else _in_ns(candidate.bound_ns, unit_ns),
             )
             for candidate in [*candidates, *balanced]
         ]
@@ -143,3 +150,7 @@ def _part(request: SearchRequest, objective: str, begin: float, end: float) -> S
 
     budget = request.budget.part(end - begin)
     return replace(request, objective=objective, budget=budget, progress=between)
+
+
+def _in_ns(units: int, unit_ns: int) -> int:
+    return units if units == INFEASIBLE_NS else units * unit_ns

@@ -128,6 +128,8 @@ class SearchRequest:
         should_stop: polled now and then; once it returns True, a placer returns the best so far.
         search_trace: records the improvements of the search, if given.
         workers: threads to search with, at least 1; a placer may use fewer.
+        unit_ns: nanoseconds that a nanosecond of ``problem`` stands for, see
+            :mod:`envs.simulator.time_units`.
         clock: returns the time in seconds, for budgets in seconds.
     """
 
@@ -140,6 +142,7 @@ class SearchRequest:
     should_stop: Callable[[], bool] | None = None
     search_trace: SearchTrace | None = None
     workers: int = 1
+    unit_ns: int = 1
     clock: Callable[[], float] = time.perf_counter
 
     def meter(self) -> Meter:
@@ -190,10 +193,11 @@ class Meter:
     def note(self, name: str, cost_ns: int) -> None:
         """Report the best cost of ``name`` so far; record it in the search trace if feasible."""
         fits, trace = cost_ns < HORIZON_NS, self.request.search_trace
+        cost_s = cost_ns * self.request.unit_ns / 1e9
         if trace is not None and fits:
-            trace.note(name, self.spent, self.seconds(), cost_ns / 1e9)
+            trace.note(name, self.spent, self.seconds(), cost_s)
         if self.request.progress is not None:
-            cost = f"{milliseconds(cost_ns / 1e9)} ms" if fits else "nothing fits"
+            cost = f"{milliseconds(cost_s)} ms" if fits else "nothing fits"
             self.request.report(self.share(), f"{name}, {cost}")
 
     def left(self, share: float = 1.0) -> int | None:

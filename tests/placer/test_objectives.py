@@ -141,18 +141,18 @@ def test_the_optimizer_is_no_part_of_the_bound_of_a_further_micro_batch() -> Non
 
 def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() -> None:
     graph = new_graph("long")
-    add_op(graph, "a", cost_s={"*": 100.0})
+    add_op(graph, "a", cost_s={"*": 4e8})
     problem, devices, priority = problem_of((graph, one_kind(1), [0], [0.0]))
     placement = replace(
         Placement.of(problem.graph, problem.cluster, devices, priority), micro_batches=3
     )
     [result] = Simulated(problem).evaluate([placement])
-    assert (result.feasible, result.step_s, result.period_s) == (True, 300.0, None)
+    assert (result.feasible, result.step_s, result.period_s) == (True, 1.2e9, None)
     assert result.no_period_reason.startswith(
-        "6 micro-batches cannot be simulated: a step of 'long'"
+        "6 micro-batches cannot be simulated: the ops of graph 'long' cost 2.4e+09 s"
     )
     said = Objective(micro_batches=3).predict(Simulated(problem), placement)
-    assert (said.objective_s, said.why) == (300.0, "")
+    assert (said.objective_s, said.why) == (1.2e9, "")
     said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
     assert said.objective_s == np.inf
     assert said.why == result.no_period_reason

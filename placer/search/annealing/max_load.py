@@ -12,6 +12,7 @@ rounds start from the best heuristics; later rounds draw their initial temperatu
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from envs.simulator.max_load import (
     largest_load,
     load_arrays,
     loads_for,
+    max_load_ns,
 )
 from placer.search.annealing.islands import anneal_islands
 from placer.search.annealing.run import (
@@ -46,7 +48,8 @@ from placer.search.annealing.run import (
     uniform,
 )
 from placer.search.candidate import Candidate, Kind
-from placer.search.contiguous import narrow_order, pipeline_parts
+from placer.search.contiguous.orders import linear_orders
+from placer.search.contiguous.parts import NEVER_NS, best_parts, device_orders, pipeline_parts
 from placer.search.evaluator import Evaluator, Workers
 from placer.search.heuristics import heuristics, ranked_by
 from placer.search.request import MAX_LOAD, Meter, SearchRequest
@@ -60,8 +63,10 @@ FEWEST_MOVES: Final = 20_000
 MOVES_PER_OP: Final = 500
 """A round has MOVES_PER_OP moves per op, at least FEWEST_MOVES; fewer if the budget ends."""
 SEEDS_APART: Final = 1_000_003
-MOST_OPS_IN_NARROW_ORDER: Final = 5000
-"""Computing the narrow order takes seconds for larger graphs."""
+SLACK: Final = 1.2
+"""Contiguous parts are starts up to this multiple of the least known largest load."""
+MOST_STEPS_OF_PARTS: Final = 60_000_000
+"""Maximum number of steps to find contiguous parts, about half a second."""
 ON_BUSIEST: Final = 0.7
 TRIES: Final = 8
 OPTIONS: Final = AnnealingOptions(
@@ -90,24 +95,47 @@ def minimize_max_load(request: SearchRequest) -> list[Candidate]:
     evaluator = Evaluator(problem)
     candidates = heuristics(evaluator)
     if problem.device_count > 1:
-        orders = [problem.graph.topological]
-        if problem.op_count <= MOST_OPS_IN_NARROW_ORDER:
-            orders.append(narrow_order(problem.graph))
-        by_level = evaluator.scheduling.bottom_level
-        for order in orders:
-            parts = pipeline_parts(problem, order)
-            candidates.append(evaluator.candidate(Kind.CONTIGUOUS_PARTS, parts, by_level))
-        starts = ranked_by(MAX_LOAD, problem, candidates)
+        orders = linear_orders(problem)
+        known = [candidate.devices for candidate in candidates]
+        parts = _least_loaded(problem, _contiguous_parts(problem, known, orders))
+        starts = _least_loaded(problem, known + parts)[:STARTS]
         with Workers(request.workers) as workers:
             best = _anneal_in_rounds(problem, starts, orders[-1], request.seed, meter, workers)
-        candidates.append(evaluator.candidate(Kind.ANNEALING, best, by_level))
+        by_level = evaluator.scheduling.bottom_level
+        for kind, devices in ((Kind.CONTIGUOUS_PARTS, parts[0]), (Kind.ANNEALING, best)):
+            candidates.append(evaluator.candidate(kind, devices, by_level))
     request.report(1.0, "done")
     return ranked_by(MAX_LOAD, problem, candidates)
 
 
+def _contiguous_parts(problem: Problem, known: list[Ints], orders: list[Ints]) -> list[Ints]:
+    """Return contiguous parts (N,) for the orders of ops and of devices, at least one.
+
+    Those much worse than the best known placement are not even looked for.
+    """
+    rows = device_orders(problem)
+    most_steps = MOST_STEPS_OF_PARTS // (len(orders) * len(rows))
+    found: list[Ints] = []
+    best_ns = int(max_load_ns(problem, np.array(known)).min())
+    for order, row in product(orders, rows):
+        below_ns = round(min(SLACK * best_ns, NEVER_NS))
+        parts = best_parts(problem, order, row, below_ns=below_ns, most_steps=most_steps)
+        if parts is not None:
+            found.append(parts)
+            best_ns = min(best_ns, int(max_load_ns(problem, parts)[0]))
+    return found or [pipeline_parts(problem, orders[0])]
+
+
+def _least_loaded(problem: Problem, placements: list[Ints]) -> list[Ints]:
+    """Return distinct placements (N,) by their largest loads."""
+    distinct = list({devices.tobytes(): devices for devices in placements}.values())
+    order = np.argsort(max_load_ns(problem, np.array(distinct)), kind="stable")
+    return [distinct[k] for k in order.tolist()]
+
+
 def _anneal_in_rounds(
     problem: Problem,
-    starts: list[Candidate],
+    starts: list[Ints],
     order: Ints,
     seed: int,
     meter: Meter,
@@ -126,7 +154,7 @@ def _anneal_in_rounds(
         together = workers.count if left is None else max(1, min(workers.count, left))
         rounds = []
         for _ in range(together):
-            start, hot = starts[min(number, len(starts) - 1)].devices, HOT
+            start, hot = starts[min(number, len(starts) - 1)], HOT
             if best is not None and number >= STARTS:
                 start = best.best_devices
                 hot = COOLEST * (HOTTEST / COOLEST) ** float(rng.random())

@@ -226,17 +226,17 @@ def test_a_batch_gives_what_single_placements_give_in_any_number_of_threads(
         assert many.step_ns(devices, priority).tolist() == alone
 
 
-def test_a_step_beyond_the_horizon_is_refused_by_every_thread() -> None:
+def test_a_step_of_centuries_is_refused_by_every_thread() -> None:
     problem, devices, priority = problem_of(
-        (fork(1), one_kind(2, bandwidth_bytes_per_s=1.0), [0, 1], [0.0, 0.0])
+        (fork(1), one_kind(2, bandwidth_bytes_per_s=1e-9), [0, 1], [0.0, 0.0])
     )
     rows = np.tile(devices, (9, 1))
     rows[:8] = 0
     rows[5] = devices
     for threads in (1, 2, 4):
-        with pytest.raises(ValueError, match=r"placement 5 of 9: a step of .* more than 550 s"):
+        with pytest.raises(ValueError, match=r"placement 5 of 9: a step of .* more than"):
             Simulator(problem, threads=threads).step_ns(rows, np.tile(priority, (9, 1)))
-    with pytest.raises(ValueError, match=r"^a step of 'fork' takes more than 550 s"):
+    with pytest.raises(ValueError, match=r"^a step of 'fork' takes more than"):
         Simulator(problem).step_ns(devices, priority)
     with pytest.raises(ValueError, match="threads is 0"):
         Simulator(problem, threads=0)

@@ -179,15 +179,14 @@ def test_a_schedule_without_its_transfers_is_otherwise_the_same() -> None:
     assert brief.critical_chain() == whole.critical_chain()
 
 
-@pytest.mark.parametrize("bandwidth", [1.0, 1e-9])
-def test_a_step_beyond_the_horizon_is_refused(bandwidth: float) -> None:
+def test_a_step_of_centuries_is_refused() -> None:
     problem, devices, priority = problem_of(
-        (fork(1), one_kind(2, bandwidth_bytes_per_s=bandwidth), [0, 1], [0.0, 0.0])
+        (fork(1), one_kind(2, bandwidth_bytes_per_s=1e-9), [0, 1], [0.0, 0.0])
     )
     simulator = Simulator(problem)
-    with pytest.raises(ValueError, match="more than 550 s"):
+    with pytest.raises(ValueError, match=r"more than 5\.5e\+09 s"):
         simulator.step_ns(devices, priority)
-    with pytest.raises(ValueError, match="more than 550 s"):
+    with pytest.raises(ValueError, match=r"more than 5\.5e\+09 s"):
         simulator.run(devices, priority)
     assert simulator.step_ns(devices * 0, priority).tolist() == [2000]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from envs.hardware.cluster import cluster_to_toml
 from envs.placement import Placement
 from graphs.files import write_whole
+from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import save_graph
 from placer.cli.main import main
 from placer.cli.optimize import duration
@@ -210,3 +212,46 @@ def test_ctrl_c_while_results_are_written_loses_nothing(
 )
 def test_a_duration_has_a_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [[], ["--objective", "max-load"], ["--objective", "throughput", "--micro-batches", "3"]],
+)
+def test_a_graph_with_abstract_times_is_placed_like_the_same_graph_in_microseconds(
+    objective: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def json_of(*arguments: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main([*arguments, "--json"]) == 0
+        content: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return content
+
+    rng = random.Random(0)
+    costs = [rng.randint(1000, 1_000_000) for _ in range(30)]
+    inputs = [rng.sample(range(i), min(i, 2)) for i in range(30)]
+    found: dict[float, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for unit_s in (1.0, 1e-6):
+        graph = new_graph("abstract")
+        for i in range(30):
+            add_op(graph, str(i), cost_s={"*": costs[i] * unit_s}, output_bytes=1000 * (i % 7))
+            for u in inputs[i]:
+                add_edge(graph, str(u), str(i))
+        cluster = one_kind(3, latency_s=100 * unit_s, bandwidth_bytes_per_s=1 / unit_s)
+        save_graph(graph, tmp_path / "graph.json")
+        write_whole(tmp_path / "cluster.toml", cluster_to_toml(cluster))
+        files = [str(tmp_path / "graph.json"), "--cluster", str(tmp_path / "cluster.toml")]
+        out = str(tmp_path / "placement.json")
+        optimized = json_of("optimize", *files, *objective, "--budget", "300e", "--out", out)
+        timeline = ["--timeline", str(tmp_path / "timeline.json")]
+        found[unit_s] = optimized, json_of("evaluate", *files, "--placement", out, *timeline)
+        main(["show", out, "--html", str(tmp_path / "page.html"), "--target", files[0]])
+    (optimized, evaluated), (of_short, short) = found.values()
+    assert optimized["step_s"] > 1e6
+    for key in ("step_s", "lower_bound_s"):
+        assert optimized[key] == pytest.approx(1e6 * of_short[key], rel=1e-6)
+    for key in ("step_s", "max_load_s", "period_s"):
+        if short[key] is not None:
+            assert evaluated[key] == pytest.approx(1e6 * short[key], rel=1e-6)
+    ends = [part["end_s"] for part in evaluated["critical_path"]]
+    assert ends == pytest.approx([1e6 * part["end_s"] for part in short["critical_path"]])

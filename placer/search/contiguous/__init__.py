@@ -1,0 +1,1 @@
+"""Contiguous parts of linear orders of ops, one per device."""
