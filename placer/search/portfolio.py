@@ -30,13 +30,14 @@ from placer.search.annealing.step_time import (
 )
 from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_code
-from placer.search.evaluator import Evaluator, Team, Workers
+from placer.search.evaluator import Evaluator
 from placer.search.evolution import POPULATION, SIGMA, Evolution
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
 from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
 from placer.search.request import MAX_LOAD, SearchRequest
 from placer.search.sampling import BudgetedEvaluator, Sampling
+from placer.search.workers import Team, Workers
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25

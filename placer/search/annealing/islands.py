@@ -9,8 +9,8 @@ from typing import Final
 
 from placer.search.annealing.run import FINEST, Annealing, anneal
 from placer.search.annealing.step_time import StepTimeAnnealing
-from placer.search.evaluator import Workers
 from placer.search.request import Meter
+from placer.search.workers import Workers
 
 EXCHANGES: Final = 16
 FIRST_EXCHANGE: Final = 0.05

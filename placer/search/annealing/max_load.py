@@ -50,9 +50,10 @@ from placer.search.annealing.run import (
 from placer.search.candidate import Candidate, Kind
 from placer.search.contiguous.orders import linear_orders
 from placer.search.contiguous.parts import NEVER_NS, best_parts, device_orders, pipeline_parts
-from placer.search.evaluator import Evaluator, Workers
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
 from placer.search.request import MAX_LOAD, Meter, SearchRequest
+from placer.search.workers import Workers
 
 HOT: Final = 3e-2
 COOLEST: Final = 1e-3

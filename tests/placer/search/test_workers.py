@@ -24,12 +24,13 @@ from placer.search.annealing.run import Annealing
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Candidate
 from placer.search.contract import CHECKS, Make
-from placer.search.evaluator import FEWEST_PAIRS, Evaluator, Team, Workers
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import WEIGHT_COUNT
 from placer.search.list_scheduler.sight import SIGHT_COUNT
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
+from placer.search.workers import FEWEST_PAIRS, Team, Workers
 from tests.helpers.random_problems import random_problem
 
 POLICY = load("generalist")
