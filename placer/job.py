@@ -23,6 +23,7 @@ from envs.replication import Replication
 from graphs.extract import AUTO
 from graphs.graph import completed
 from graphs.selection import ConstraintError, keep_together, pin
+from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
 from placer.search.objectives import Objective
@@ -185,7 +186,7 @@ class Constraints:
             if device not in cluster.names:
                 raise ConstraintError(
                     f"{pattern!r} is pinned to {device!r}, but the devices are "
-                    f"{', '.join(cluster.names)}"
+                    f"{', '.join(cluster.names)}{suggestion(device, cluster.names)}"
                 )
         if self.keep_together:
             graph = keep_together(graph, self.keep_together)
