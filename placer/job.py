@@ -31,7 +31,7 @@ from placer.search.portfolio import Proposer
 from placer.search.registry import DEFAULT, placer_named, uses_policy
 from placer.search.request import LATENCY, Budget, Placer
 from placer.sources.target import Target, load_graph_target
-from placer.warm_start import WarmStart, warm_start_of
+from placer.warm_start import WarmStart, check_devices, warm_start_of
 
 if TYPE_CHECKING:
     from graphs.extract import Workload
@@ -205,7 +205,9 @@ class Job:
     extractor: str = AUTO
 
     def __post_init__(self) -> None:
-        objective = self.search.objective
+        objective, start = self.search.objective, self.search.start_from
+        if start is not None:
+            check_devices(start, self.cluster)
         if self.has_costs:
             if self.extractor != AUTO or self.search.overlap:
                 raise ValueError(
@@ -222,7 +224,7 @@ class Job:
                     f"replicas are compared by their steps: objective {objective.name} is for a "
                     "single placement"
                 )
-            if self.search.start_from is not None:
+            if start is not None:
                 raise ValueError("a warm start is for a single placement, not for replicas")
             if self.search.backend is not None:
                 raise ValueError("a backend is for a single placement, not for replicas")
