@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from graphs.text import suggestion
-
 FULL: Final = "fp32"
 MIXED: Final = ("bf16",)
 DTYPES: Final = (FULL, *MIXED)
@@ -20,6 +18,5 @@ def check_dtype(dtype: str) -> str:
             "without a scaler, which a placed step has not; use bf16"
         )
     if dtype not in DTYPES:
-        hint = suggestion(dtype, DTYPES)
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}{hint}")
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     return dtype

@@ -49,6 +49,7 @@ from graphs.extract.model_state import (
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
+from graphs.extract.reads.answers import PACK
 from graphs.extract.reads.checks import is_decided, running_check
 from graphs.extract.reads.known_values import (
     OF_TORCH,
@@ -62,7 +63,7 @@ from graphs.workload import ExtractionError, LossModule, Workload
 
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
-PACKS: Final = "aten::_pack_padded_sequence"  # which torch does not tag
+PACKS: Final = f"aten::{PACK}"  # which torch does not tag
 SELECTS_MASKED: Final = "aten::masked_select"
 READ_ARGUMENTS: Final = {
     "aten::_ctc_loss": (2, 3),

@@ -132,7 +132,7 @@ class DeviceMap:
     def _check(self, model: nn.Module, cluster: Cluster) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         tensors = model.state_dict().keys()
-        for path, name in self.devices.items():
+        for path in self.devices:
             if path not in modules and path not in tensors:
                 hint = suggestion(path, modules)
                 raise ValueError(

@@ -74,7 +74,6 @@ def test_settings_of_a_method_override_its_defaults() -> None:
         ("optimize g.json --objective latncy", "did you mean latency?"),
         ("optimize m.py:f --data-parallel 2,reduction=rign", "did you mean ring?"),
         ("optimize m.py:f --data-parallel 2,payload=fp61", "did you mean fp16?"),
-        ("extract m.py:f --dtype bf61", "did you mean bf16?"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused(
