@@ -175,7 +175,9 @@ class Placement:
             if path == module or path.startswith(module + ".") or (module == ROOT and not path)
         ]
         if not inside:
-            hint = suggestion(module, {*paths, *self.ops})
+            parts = (path.split(".") for path in dict.fromkeys(paths))
+            modules = {".".join(each[: k + 1]) for each in parts for k in range(len(each))}
+            hint = suggestion(module, sorted({*modules, *self.ops}))
             raise KeyError(f"no op or module {module!r} in this placement{hint}")
         return inside
 

@@ -49,7 +49,6 @@ from graphs.extract.model_state import (
 )
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
-from graphs.extract.reads.answers import PACK
 from graphs.extract.reads.checks import is_decided, running_check
 from graphs.extract.reads.known_values import (
     OF_TORCH,
@@ -57,7 +56,7 @@ from graphs.extract.reads.known_values import (
     deciding_inputs,
     drawn_from,
 )
-from graphs.extract.value_reads import readable
+from graphs.extract.value_reads import PACK, readable
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 

@@ -177,7 +177,7 @@ METAVARS: Final[dict[object, str]] = {Path: "FILE", count: "N", seed: "N", float
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` and ``--quiet``, which every command has, to its group "output"."""
     group = output_group(parser)
-    flag(group, "--json", "result as JSON on stdout")
+    flag(group, "--json", "result as one JSON object on stdout, empty after an error")
     flag(group, "--quiet", "result and errors only: no progress, no remarks, no table")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -156,6 +156,36 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(
     assert "never/loaded.py" not in error
     assert "Errno" not in error
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "optimize {graph} --cluster none.toml",
+        "optimize {graph} --cluster {cluster} --objective latncy",
+        "extract none.py:build --costs none",
+        "evaluate {graph} --cluster {cluster} --placement {graph}",
+        "export {graph} none.py:build --format pipeline",
+        "show {graph}",
+        "run none.py:build --placement {graph} --steps 1",
+        "train --evaluate none --policy generalist",
+        "machine --devices core:9999",
+    ],
+)
+def test_after_an_error_there_is_no_json(
+    command: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    words = [word.format(graph=graph, cluster=cluster) for word in command.split()]
+    words += ["--out", str(tmp_path / "out.json")] if words[0] == "optimize" else []
+    try:
+        code = main([*words, "--json"])
+    except SystemExit as stopped:  # of argparse
+        code = cast(int, stopped.code)
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert "error" in printed.err or "placer: " in printed.err
 
 
 CLUSTER = """
