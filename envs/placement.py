@@ -19,7 +19,7 @@ from envs.placement_file import FORMAT, check_record, parse_placement
 from envs.replication import Replication
 from graphs.files import write_whole
 from graphs.graph import PHASES, GraphArrays
-from graphs.strict_json import load_checked, table, within
+from graphs.strict_json import load_checked, one_of, table, within
 from graphs.text import check_printable, html_table, suggestion
 
 ROOT: Final = "(model)"
@@ -83,8 +83,7 @@ class Placement:
                 )
             if not math.isfinite(priority):
                 raise ValueError(f"op {op_id!r}: priority is {priority}, not a finite number")
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective is {self.objective!r}, not one of {', '.join(OBJECTIVES)}")
+        one_of(self.objective, OBJECTIVES, "objective")
         within(len(self.device_names), 1, MOST_DEVICES, "the number of devices")
         check_micro_batches(self.micro_batches, self.in_flight)
         if self.unplaced and len(self.used_devices) > 1:
@@ -176,7 +175,9 @@ class Placement:
             if path == module or path.startswith(module + ".") or (module == ROOT and not path)
         ]
         if not inside:
-            hint = suggestion(module, {*paths, *self.ops})
+            parts = (path.split(".") for path in dict.fromkeys(paths))
+            modules = {".".join(each[: k + 1]) for each in parts for k in range(len(each))}
+            hint = suggestion(module, sorted({*modules, *self.ops}))
             raise KeyError(f"no op or module {module!r} in this placement{hint}")
         return inside
 

@@ -23,7 +23,18 @@ from typing import Any, Final
 from envs.hardware.cluster import LARGEST_INT
 from envs.hardware.core_sets import check_core_sets
 from envs.replication import Replication
-from graphs.strict_json import array, boolean, fields, inside, number, table, text, whole, within
+from graphs.strict_json import (
+    array,
+    boolean,
+    fields,
+    inside,
+    number,
+    of_format,
+    table,
+    text,
+    whole,
+    within,
+)
 
 FORMAT: Final = "placer-placement/1"
 _KEYS: Final = frozenset(
@@ -45,9 +56,7 @@ _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
 def parse_placement(data: Mapping[str, Any], device_names: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of a placement from the content of a file; check keys and types."""
-    top = fields(data, "", _KEYS, required=("format", "devices"))
-    if top["format"] != FORMAT:
-        raise ValueError(f"format is {top['format']!r}, this version reads {FORMAT!r}")
+    top = of_format(data, FORMAT, _KEYS, required=("devices",))
     devices = {
         op_id: text(name, f"devices[{op_id!r}]")
         for op_id, name in table(top["devices"], "devices").items()

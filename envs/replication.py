@@ -24,7 +24,7 @@ from envs.collectives import (
     ranks_of,
 )
 from envs.hardware.core_sets import check_core_sets
-from graphs.strict_json import array, boolean, fields, number, text, whole, within
+from graphs.strict_json import array, boolean, fields, number, one_of, text, whole, within
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
@@ -99,14 +99,11 @@ class Replication:
             if count is not None and count < 1:
                 raise ValueError(f"{name} is {count}, below 1")
         within(self.accumulate, 1, MOST_ACCUMULATED, "accumulate")
-        if self.batch not in BATCHES:
-            raise ValueError(f"batch is {self.batch!r}, not one of {', '.join(BATCHES)}")
+        one_of(self.batch, BATCHES, "batch")
         algorithms = [*self.algorithms, *{self.reduction} - {AUTO}]
         if unknown := sorted(set(algorithms) - set(ALGORITHMS)):
-            names = ", ".join((AUTO, *ALGORITHMS))
-            raise ValueError(f"there is no reduction {unknown[0]!r}: there are {names}")
-        if self.payload not in PAYLOADS:
-            raise ValueError(f"payload is {self.payload!r}, not one of {', '.join(PAYLOADS)}")
+            one_of(unknown[0], (AUTO, *ALGORITHMS), "reduction")
+        one_of(self.payload, PAYLOADS, "payload")
         within(self.average_every, 1, 10**9, "average_every")
         within(self.bucket_bytes, 1, 1 << 60, "bucket_bytes")
         if self.coding_bytes_per_s is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from envs.costs.cached_costs import StepCosts
     from envs.costs.calibrate import Calibration
+    from envs.costs.factors import Factors
     from envs.executors.cores.placed_model import PlacedModel
     from envs.executors.hooks.hooked_module import HookedModule
     from envs.executors.torch.placed_module import PlacedModule
@@ -60,14 +61,8 @@ class Runtime(Protocol):
         """Return the cached costs, or None if any would have to be measured."""
         ...
 
-    def keep_factors(
-        self,
-        cluster: Cluster,
-        factors: Mapping[str, Mapping[str, float]],
-        *,
-        unplaced: bool = False,
-    ) -> None:
-        """Keep factors {device kind: {class of ops: factor}} with the cached costs.
+    def keep_factors(self, cluster: Cluster, factors: Factors, *, unplaced: bool = False) -> None:
+        """Keep factors with the cached costs.
 
         They were fitted to measured steps of the problem that these costs made: of placements, or
         of the ``unplaced`` model.

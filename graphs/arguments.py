@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import keystr
 
 from graphs.inputs import contexts, leaves_with_paths
@@ -29,7 +30,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if not isinstance(inputs, tuple | list):
+    if not isinstance(inputs, tuple | list) or isinstance(inputs, PackedSequence):
         return (inputs,), {}
     if isinstance(inputs, tuple) and len(inputs) == 2:
         positional, keywords = inputs

@@ -18,6 +18,8 @@ MOST_LINKS: Final = 40
 SUFFIX: Final = ".partial"
 CHUNK_BYTES: Final = 1 << 16
 """Bytes per read from a pipe, whose size is not known."""
+SIMILAR_FILE: Final = 0.8
+"""Similarity of a file that may have been meant: endings alone make names alike."""
 LONGEST_LABEL: Final = 100
 """Bytes of the file's own name in that of its partial file, since names have a limit."""
 
@@ -176,7 +178,7 @@ def missing_file(path: Path) -> str:
     if path.is_dir():
         return f"there is no file {path}: it is a folder"
     neighbours = sorted(near.name for near in folder.glob(f"*{path.suffix}") if near.is_file())
-    return f"there is no file {path}" + suggestion(path.name, neighbours)
+    return f"there is no file {path}" + suggestion(path.name, neighbours, cutoff=SIMILAR_FILE)
 
 
 def file_error_message(error: OSError) -> str:

@@ -16,7 +16,6 @@ A graph may have a ``cost_source`` ({device kind: source of its costs}); a node'
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,7 @@ from graphs.graph import (
     new_graph,
     topological_order,
 )
-from graphs.strict_json import array, fields, load_checked, number, table, text, whole
+from graphs.strict_json import array, fields, load_checked, number, of_format, table, text, whole
 from graphs.text import check_printable
 
 FORMAT: Final = "placer-graph/1"
@@ -81,10 +80,7 @@ def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
 
 def graph_from_dict(data: object) -> nx.DiGraph[str]:
     """Build a graph from the parsed content of a graph file."""
-    top = fields(data, "", _GRAPH_KEYS, required=("format", "nodes"))
-    if top["format"] != FORMAT:
-        shown = reprlib.repr(top["format"])
-        raise ValueError(f"format is {shown}, this version reads {FORMAT!r}")
+    top = of_format(data, FORMAT, _GRAPH_KEYS, required=("nodes",))
     graph = new_graph(
         text(top.get("name", ""), "name"), _texts(top.get("cost_source", {}), "cost_source")
     )

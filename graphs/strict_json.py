@@ -13,7 +13,7 @@ import re
 import reprlib
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -64,7 +64,10 @@ def load_toml(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
         text = read_limited(path, LARGEST_TOML_BYTES).decode()
         if _LONG_KEY.search(text):  # tomllib is quadratic in the parts
             raise ValueError(f"more than {MOST_PARTS} names are joined by dots")
-        content = tomllib.loads(text)
+        try:
+            content = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"not TOML: {error}") from error
         check_printable(content)
         return parse(content)
 
@@ -130,11 +133,31 @@ def _errors_naming(path: Path) -> Iterator[None]:
         yield
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8 (byte {error.start})") from error
     except ValueError as error:
         shown = str(error)
         if "integer string conversion" in shown:
             shown = "a number has thousands of digits"
         raise ValueError(f"{path}: {brief(shown)}") from error
+
+
+def of_format(
+    value: object, file_format: str, known: frozenset[str], required: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return the content of a file of a format, ``name/version``, like :func:`fields`.
+
+    The format is checked first, since the keys follow from it.
+    """
+    content = table(value, "")
+    if "format" not in content:
+        raise ValueError(f"the file lacks format, which is {file_format!r} in such a file")
+    found = content["format"]
+    if found != file_format:
+        same = isinstance(found, str) and found.partition("/")[0] == file_format.partition("/")[0]
+        reads = "this version reads" if same else "but this file has to be"
+        raise ValueError(f"format is {reprlib.repr(found)}, {reads} {file_format!r}")
+    return fields(content, "", known, required)
 
 
 def fields(
@@ -203,6 +226,13 @@ def within(value: float, low: float, high: float, where: str) -> None:
     if not low <= value <= high:
         ends = [end if isinstance(end, int) else f"{end:g}" for end in (low, high)]
         raise ValueError(f"{where} is {reprlib.repr(value)}, not within {ends[0]} .. {ends[1]}")
+
+
+def one_of(value: str, choices: Collection[str], where: str) -> None:
+    """Check that a word is one of some."""
+    if value not in choices:
+        hint = suggestion(value, choices)
+        raise ValueError(f"{where} is {reprlib.repr(value)}, not one of {', '.join(choices)}{hint}")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.unplaced import UnplacedModel
+from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
 from envs.placement import Placement
 from envs.runtime import runtime_for
@@ -73,6 +74,8 @@ def apply(
             example inputs are missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.
     """
+    own = _placement_of(placement)
+    check_can_run(own)
     if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
@@ -82,20 +85,28 @@ def apply(
         extraction = _extracted(
             model, example_inputs, loss, target, training, optimizer, dtype, extractor
         )
-    return apply_extracted(extraction, _placement_of(placement), overlap=overlap)
+    return apply_extracted(extraction, own, overlap=overlap)
+
+
+def check_can_run(placement: Placement) -> Cluster:
+    """Return the devices of a placement; raise ValueError if this machine cannot run it.
+
+    Whether it belongs to a model is known once that is extracted.
+    """
+    if placement.micro_batches != 1:
+        raise ValueError(
+            f"the placement splits a step into {placement.micro_batches} micro-batches, which "
+            "cannot be run yet"
+        )
+    return present(placement.device_names)
 
 
 def apply_extracted(
     extraction: Extraction, placement: Placement, *, overlap: bool = False
 ) -> PlacedModel | PlacedModule | HookedModule | UnplacedModel:
     """Return the model of an extraction, ready to run as placed."""
-    if placement.micro_batches != 1:
-        raise ValueError(
-            f"the placement splits a step into {placement.micro_batches} micro-batches, which "
-            "cannot be run yet"
-        )
+    cluster = check_can_run(placement)
     check_has_memory(extraction.step)
-    cluster = present(placement.device_names)
     return runtime_for(extraction, cluster, overlap=overlap).apply(placement)
 
 
@@ -141,14 +152,13 @@ def export(
         ValueError: the placement belongs to another graph, the format does not exist, or the
             model or example inputs are missing.
     """
-    write = format_named(format)
+    write, own = format_named(format), _placement_of(placement)
     if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
     else:
         extraction = _extracted(
             model, example_inputs, loss, target, training, optimizer, dtype, extractor
         )
-    own = _placement_of(placement)
     problem = None
     if isinstance(placement, Result) and own.graph == placement.problem.graph.hash:
         problem = placement.problem

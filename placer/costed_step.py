@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 
-from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here, is_local_core_set
 from envs.hardware.units import human_bytes
@@ -24,7 +23,7 @@ from graphs.selection import ConstraintError
 from placer.job import Job
 from placer.messages import core_refusal
 from placer.progress import Progress, counter
-from placer.search.compilation import compiled_beside, load_compiled_code
+from placer.search.compilation import compiled_beside, load_compiled_code_in_a_stage
 from placer.warm_start import placement_of
 
 if TYPE_CHECKING:
@@ -98,8 +97,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         graph = job.constraints.applied_to(runtime.graph, cluster)
         warm_start = _warm_start(job, extraction, graph)
         if compiles:  # before anything is timed
-            progress.stage(loading_stage())
-            load_compiled_code()
+            load_compiled_code_in_a_stage(progress)
     if simulates and all(map(is_here, cluster.names)) and not cluster.links:
         progress.stage("Calibrating devices")
         cluster = calibrated(cluster)

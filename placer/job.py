@@ -23,6 +23,7 @@ from envs.replication import Replication
 from graphs.extract import AUTO
 from graphs.graph import completed
 from graphs.selection import ConstraintError, keep_together, pin
+from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
 from placer.search.objectives import Objective
@@ -30,7 +31,7 @@ from placer.search.portfolio import Proposer
 from placer.search.registry import DEFAULT, placer_named, uses_policy
 from placer.search.request import LATENCY, Budget, Placer
 from placer.sources.target import Target, load_graph_target
-from placer.warm_start import WarmStart, warm_start_of
+from placer.warm_start import WarmStart, check_devices, warm_start_of
 
 if TYPE_CHECKING:
     from graphs.extract import Workload
@@ -202,7 +203,7 @@ class Constraints:
             if device not in cluster.names:
                 raise ConstraintError(
                     f"{pattern!r} is pinned to {device!r}, but the devices are "
-                    f"{', '.join(cluster.names)}"
+                    f"{', '.join(cluster.names)}{suggestion(device, cluster.names)}"
                 )
         if self.keep_together:
             graph = keep_together(graph, self.keep_together)
@@ -221,7 +222,9 @@ class Job:
     extractor: str = AUTO
 
     def __post_init__(self) -> None:
-        objective = self.search.objective
+        objective, start = self.search.objective, self.search.start_from
+        if start is not None:
+            check_devices(start, self.cluster)
         if self.has_costs:
             if self.extractor != AUTO or self.search.overlap:
                 raise ValueError(
@@ -238,7 +241,7 @@ class Job:
                     f"replicas are compared by their steps: objective {objective.name} is for a "
                     "single placement"
                 )
-            if self.search.start_from is not None:
+            if start is not None:
                 raise ValueError("a warm start is for a single placement, not for replicas")
             if self.search.backend is not None:
                 raise ValueError("a backend is for a single placement, not for replicas")

@@ -245,6 +245,12 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
     )
 
 
+def long_runs(first_s: float, more_s: float) -> str:
+    """Return how long runs take where the fewest of them fill their time."""
+    few = "Steps are long: a few runs of the best placement and of the baselines take"
+    return f"{few} {first_s:.0f} s, running the fastest once more up to {more_s:.0f} s."
+
+
 def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) -> str:
     """Return that a speed-up is larger than the costs of the ops allow."""
     possible = single.predicted_s / lower_bound_s if lower_bound_s > 0 else np.inf
@@ -363,7 +369,8 @@ def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[
             f"{shown_lines(extraction.unchecked)}."
         )
     remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
-    if extraction.step.training and (layers := lstm_layers(extraction.step)):
+    has_cells = extraction.step.training and extraction.step_program is not None
+    if has_cells and (layers := lstm_layers(extraction.step)):
         remarks.append(
             f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: placements may take "
             "several times as long as torch's fused kernel, which the unplaced model uses, and "

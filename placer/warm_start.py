@@ -46,6 +46,18 @@ def check_here(start: WarmStart) -> None:
             raise ValueError(f"{reason} (in a device map a number N means cuda:N)")
 
 
+def check_devices(start: WarmStart, cluster: Cluster) -> None:
+    """Check that a cluster has the devices of a warm start, before its model is extracted."""
+    try:
+        if isinstance(start, Placement):
+            for name in start.used_devices:
+                cluster.index(name)
+        else:
+            start.check_devices(cluster)
+    except ValueError as error:
+        raise WarmStartError(str(error)) from error
+
+
 def placement_of(
     start: WarmStart, extraction: Extraction | None, graph: GraphArrays, cluster: Cluster
 ) -> Placement:

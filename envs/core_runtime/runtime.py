@@ -19,6 +19,7 @@ from envs.core_runtime.executor import (
     runs_unplaced,
 )
 from envs.costs.cached_costs import MeasuredCosts, OpCosts, StepCosts, first_of_kinds
+from envs.costs.factors import Factors
 from envs.costs.hand_over import hand_over_costs
 from envs.costs.ops import core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
@@ -94,13 +95,7 @@ class CoreRuntime:
         one = {} if handed is None else handed.known(first)
         return None if ops is None or one is None else StepCosts(ops=ops, hand_over_s=_seconds(one))
 
-    def keep_factors(
-        self,
-        cluster: Cluster,
-        factors: Mapping[str, Mapping[str, float]],
-        *,
-        unplaced: bool = False,
-    ) -> None:
+    def keep_factors(self, cluster: Cluster, factors: Factors, *, unplaced: bool = False) -> None:
         """Keep factors of costs on cores of this machine, or of the unplaced model there."""
         unplaced = unplaced or runs_unplaced(cluster.names)
         costs = core_costs(self.extraction, unplaced=unplaced)

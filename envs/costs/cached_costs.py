@@ -17,6 +17,7 @@ from envs.costs.factor_cache import FactorCache, step_id
 from envs.costs.factors import (
     LARGEST,
     LARGEST_UNPLACED,
+    Factors,
     factors_of_ops,
     fitted_source,
     scaled_loaded_s,
@@ -182,10 +183,8 @@ class MeasuredCosts:
         oversize = OversizeCache().oversize(conditions_of(device), signatures, free_bytes)
         return oversize.issuperset(signatures)
 
-    def keep_factors(
-        self, devices: Mapping[str, Device], factors: Mapping[str, Mapping[str, float]]
-    ) -> None:
-        """Keep factors {device kind: {class: factor}} with the costs that they were fitted to."""
+    def keep_factors(self, devices: Mapping[str, Device], factors: Factors) -> None:
+        """Keep factors with the costs that they were fitted to."""
         if self.signatures is None:
             return
         largest = LARGEST_UNPLACED if self.unplaced else LARGEST

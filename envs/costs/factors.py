@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import networkx as nx
 import numpy as np
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from graphs.graph import attributes_of
 
+Factors: TypeAlias = Mapping[str, Mapping[str, float]]
+"""{device kind: {class of ops: factor}}."""
 OTHER: Final = "elementwise"
 PATTERNS: Final = {
     "convolution": "conv",

@@ -48,7 +48,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -57,7 +57,17 @@ from typing import Any, Final, Literal, TypeAlias
 from envs.hardware.core_sets import check_core_sets
 from envs.hardware.host import Host, check_hosts
 from envs.hardware.units import human_bytes
-from graphs.strict_json import array, fields, load_toml, number, text, whole, within
+from graphs.strict_json import (
+    array,
+    fields,
+    load_toml,
+    number,
+    of_format,
+    one_of,
+    text,
+    whole,
+    within,
+)
 from graphs.text import check_printable, html_table, suggestion
 
 Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
@@ -151,8 +161,8 @@ class Link:
             raise ValueError(f"{where}: a one-way link leads from one device to one other")
         _check_range(self, "latency_s", where)
         _check_range(self, "bandwidth_bytes_per_s", where)
-        _one_of(self.sharing, SHARINGS, f"{where}: sharing")
-        _one_of(self.order, LINK_ORDERS, f"{where}: order")
+        one_of(self.sharing, SHARINGS, f"{where}: sharing")
+        one_of(self.order, LINK_ORDERS, f"{where}: order")
         self._check_ports(where)
         if self.ingress and not (self.sharing == "egress" and self.full_duplex):
             raise ValueError(
@@ -220,7 +230,7 @@ class Cluster:
                 if name not in counts:
                     raise ValueError(
                         f"cluster {self.name!r}: a link names device {name!r}; "
-                        f"there are {', '.join(names)}"
+                        f"there are {', '.join(names)}{suggestion(name, names)}"
                     )
         try:
             check_core_sets(names)
@@ -299,9 +309,7 @@ def load_cluster(path: Path) -> Cluster:
 
 def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
     """Build a cluster from the parsed content of a cluster file."""
-    top = fields(data, "", _KEYS, required=("format",))
-    if top["format"] != FORMAT:
-        raise ValueError(f"format is {top['format']!r}, this version reads {FORMAT!r}")
+    top = of_format(data, FORMAT, _KEYS)
     transfers = fields(top.get("transfers", {}), "transfers", _TRANSFER_KEYS, required=())
     once = transfers.get("once_per_destination", True)
     return Cluster(
@@ -382,8 +390,3 @@ def _typed(value: object, annotation: str, where: str) -> Any:
 
 def _check_range(values: Device | Link, name: str, where: str) -> None:
     within(getattr(values, name), *RANGES[name], f"{where}: {name}")
-
-
-def _one_of(value: str, choices: Sequence[str], where: str) -> None:
-    if value not in choices:
-        raise ValueError(f"{where} is {value!r}, not one of {', '.join(choices)}")

@@ -18,6 +18,7 @@ from typing import Final
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.core_sets import check_core_sets, core_runs
 from envs.hardware.host import Host
+from graphs.text import suggestion
 
 MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
@@ -61,6 +62,7 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
         if name not in chosen:
             raise ValueError(
                 f"memory of {name} is limited, but the devices are {', '.join(chosen)}"
+                f"{suggestion(name, chosen)}"
             )
     shares = len(chosen) if is_core(chosen[0]) else 1
     free = available_memory_bytes()  # once, so that cores are alike

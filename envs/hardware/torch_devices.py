@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from graphs.text import escaped
+from graphs.text import escaped, suggestion
 
 CPU: Final = torch.device("cpu")
 _OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
@@ -61,7 +61,7 @@ def torch_device(name: str) -> torch.device:
     if backend not in ("cuda", torch._C._get_privateuse1_backend_name()):
         raise ValueError(
             f"there is no device {name!r}; write cuda:N, cpu (all cores), core:N or a core set "
-            "core:N-M or core:N+M"
+            f"core:N-M or core:N+M{_meant(name)}"
         )
     if not index.isdecimal() or not index.isascii():
         raise ValueError(f"there is no device {name!r}; write {backend}:0")
@@ -73,6 +73,13 @@ def torch_device(name: str) -> torch.device:
             f"{backend} devices"
         )
     return torch.device(backend, int(index))
+
+
+def _meant(name: str) -> str:
+    """Return a hint at the device that a wrong name stands for, with the same number."""
+    kind, number = name.rstrip("0123456789"), name[len(name.rstrip("0123456789")) :] or "0"
+    known = [f"cuda:{number}", f"core:{number}", "cpu"]
+    return suggestion(f"{kind}{number}".replace("gpu", "cuda"), known)
 
 
 def kind_of(device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from envs.costs.factors import (
     CLASSES,
     LOAD,
+    Factors,
     class_of,
     factors_of_ops,
     fit,
@@ -104,7 +105,7 @@ def load_shares(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
     return shares
 
 
-def scaled_problem(problem: Problem, factors: Mapping[str, Mapping[str, float]]) -> Problem:
+def scaled_problem(problem: Problem, factors: Factors) -> Problem:
     """Return the problem with costs multiplied by the factors of kinds and classes of ops."""
     graph = problem.graph
     classes = [class_of(op) for op in graph.ops]

@@ -13,6 +13,7 @@ import numpy as np
 from envs.backend import ProgressCallback
 from envs.costs.cached_costs import StepCosts, first_of_kinds
 from envs.costs.calls import call_costs
+from envs.costs.factors import Factors
 from envs.costs.modules import torch_module_costs
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
@@ -79,13 +80,7 @@ class TorchRuntime:
         ops = costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
         return None if ops is None else StepCosts(ops=ops)
 
-    def keep_factors(
-        self,
-        cluster: Cluster,
-        factors: Mapping[str, Mapping[str, float]],
-        *,
-        unplaced: bool = False,
-    ) -> None:
+    def keep_factors(self, cluster: Cluster, factors: Factors, *, unplaced: bool = False) -> None:
         """Keep factors of the costs of calls, or of the unplaced model that makes them."""
         if self.call_graph is not None:
             costs = call_costs(self.extraction, self.call_graph, unplaced=unplaced)

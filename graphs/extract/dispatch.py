@@ -56,13 +56,13 @@ from graphs.extract.reads.known_values import (
     deciding_inputs,
     drawn_from,
 )
-from graphs.extract.value_reads import readable
+from graphs.extract.value_reads import PACK, readable
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
-PACKS: Final = "aten::_pack_padded_sequence"  # which torch does not tag
+PACKS: Final = f"aten::{PACK}"  # which torch does not tag
 SELECTS_MASKED: Final = "aten::masked_select"
 READ_ARGUMENTS: Final = {
     "aten::_ctc_loss": (2, 3),

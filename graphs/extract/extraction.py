@@ -29,6 +29,7 @@ from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
 from graphs.extract.updates import with_optimizer
+from graphs.text import suggestion
 from graphs.workload import WRAPPED, ExtractionError, StepError, Workload
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
@@ -168,6 +169,7 @@ def extract(step: Workload, extractor: str = "auto") -> Extraction:
     if not names:
         raise ValueError(
             f"there is no extractor {extractor!r}; give auto or one of {', '.join(EXTRACTORS)}"
+            f"{suggestion(extractor, EXTRACTORS)}"
         )
     check_step(step)
     with on_host(step) as here:

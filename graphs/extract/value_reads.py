@@ -18,14 +18,16 @@ from torch.nn.utils import rnn
 from graphs.extract.errors import running_line
 from graphs.workload import ExtractionError
 
-PACKED: Final = "_pad_packed_sequence"
+PACK: Final = "_pack_padded_sequence"
+PAD_AGAIN: Final = "_pad_packed_sequence"
+"""Torch's kernels for packed sequences."""
 
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
     """Let traced tensors be read as lists, as texts, and as lengths of packed sequences."""
     kernels: Any = rnn._VF  # type: ignore[attr-defined]  # where torch looks its own kernel up
-    original = getattr(kernels, PACKED)
+    original = getattr(kernels, PAD_AGAIN)
 
     def padded(data: torch.Tensor, sizes: torch.Tensor, *options: Any) -> Any:
         unpack = _padded if isinstance(sizes, FunctionalTensor) else original
@@ -36,7 +38,7 @@ def readable() -> Iterator[None]:
             (FunctionalTensor, "tolist", _listed),
             (FunctionalTensor, "numpy", _array),
             (FunctionalTensor, "__format__", _formatted),
-            (kernels, PACKED, padded),
+            (kernels, PAD_AGAIN, padded),
         ):
             if name in vars(owner):
                 restored.callback(setattr, owner, name, vars(owner)[name])

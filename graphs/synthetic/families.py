@@ -25,6 +25,7 @@ from graphs.synthetic.shapes import (
     recurrence,
     sequence,
 )
+from graphs.text import suggestion
 
 Family: TypeAlias = Callable[[np.random.Generator, int], "nx.DiGraph[str]"]
 """Draws a graph of at most the given number of ops."""
@@ -45,7 +46,8 @@ def draw(
     if family is None:
         family = str(rng.choice(list(FAMILIES)))
     if family not in FAMILIES:
-        raise ValueError(f"there is no family {family!r}: there are {', '.join(FAMILIES)}")
+        hint = suggestion(family, FAMILIES)
+        raise ValueError(f"there is no family {family!r}: there are {', '.join(FAMILIES)}{hint}")
     return FAMILIES[family](rng, max_ops)
 
 

@@ -51,6 +51,13 @@ class CommandParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "the value is empty: give one, or leave it out")
         return super()._get_values(action, arg_strings)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += suggestion(str(value), map(str, action.choices or ()))
+            raise
+
     def error(self, message: str) -> NoReturn:
         """Exit with the error in one line and a pointer to the help, as the usage may be long."""
         self.exit(BAD_USAGE, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
@@ -170,7 +177,7 @@ METAVARS: Final[dict[object, str]] = {Path: "FILE", count: "N", seed: "N", float
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` and ``--quiet``, which every command has, to its group "output"."""
     group = output_group(parser)
-    flag(group, "--json", "result as JSON on stdout")
+    flag(group, "--json", "result as one JSON object on stdout, empty after an error")
     flag(group, "--quiet", "result and errors only: no progress, no remarks, no table")
 
 

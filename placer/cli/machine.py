@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from graphs.text import suggestion
 from placer.cli.arguments import add_devices, flag, option, output_group
 from placer.cli.completion import PLACES, completion_script
 from placer.cli.errors import JobError, UsageError, usage_errors
@@ -166,8 +167,11 @@ def _clear(cache: CostCache, what: str) -> None:
         return
     kinds = sorted({holding.conditions.kind for holding in cache.holdings()})
     if what not in kinds:
-        existing = ", ".join([*kinds, SPEEDS])
-        raise UsageError(f"the cache has no op times of kind {what!r}; there are {existing}")
+        existing = [*kinds, SPEEDS]
+        hint = suggestion(what, [*existing, EVERYTHING])
+        raise UsageError(
+            f"the cache has no op times of kind {what!r}; there are {', '.join(existing)}{hint}"
+        )
     cache.clear(what)
 
 

@@ -105,7 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     option(
-        group, "--budget", "search and runs: wall time (60s) or evaluations (4000e)", default="20s"
+        group,
+        "--budget",
+        "search and runs: wall time (60s) or evaluations (4000e)",
+        default="20s",
+        metavar="BUDGET",
     )
     option(group, "--seed", "seed of the search", type=seed, default=0)
     option(
@@ -157,7 +161,13 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     option(
         group, "--start-from", "warm start: a placement or device_map, always measured", type=Path
     )
-    option(group, "--measure-budget", "wall time of the runs", shown="half of the budget")
+    option(
+        group,
+        "--measure-budget",
+        "wall time of the runs",
+        shown="half of the budget, at least 6s",
+        metavar="TIME",
+    )
     flag(group, "--no-measure", "simulated result: no candidate is run")
 
 
@@ -293,7 +303,12 @@ def _write(result: Result, args: argparse.Namespace) -> JobError | None:
         try:
             result.save(args.out)
         except OSError as error:
-            return JobError(f"{write_error(args.out, error)}; {_saved_elsewhere(result, args.out)}")
+            other = _saved_elsewhere(result, args.out)
+            where = f"in {other}" if other else "on standard output"
+            failure = JobError(f"{write_error(args.out, error)}; the placement is {where}")
+            if other is None:  # nothing else is printed there
+                raise failure from error
+            return failure
         if args.report is not None:
             try:
                 write_report(result, args, args.out, args.report)
@@ -302,15 +317,15 @@ def _write(result: Result, args: argparse.Namespace) -> JobError | None:
     return None
 
 
-def _saved_elsewhere(result: Result, out: Path) -> str:
-    """Save the placement to a temporary file or print it; return where it is."""
+def _saved_elsewhere(result: Result, out: Path) -> Path | None:
+    """Save the placement to a temporary file, which is returned, or print it."""
     try:
         other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
         result.save(other)
     except OSError:
         print(json.dumps(result.placement.to_dict(), allow_nan=False), flush=True)
-        return "the placement is on standard output"
-    return f"the placement is in {other}"
+        return None
+    return other
 
 
 def _least_bytes(target: str) -> int:
@@ -352,11 +367,12 @@ def estimate(job: Job) -> str:
     is_run = is_run and all(map(is_here, job.cluster.names))
     budget = job.search.search_budget if is_run else job.search.budget
     parts = [f"search {duration(budget.seconds) if budget.seconds else budget}"]
-    if not job.has_costs:
-        parts.append(f"extraction and op costs up to {duration(PREPARING_S)} (cached afterwards)")
     if is_run and budget.seconds:
         parts.append(f"runs of the best candidates {duration(job.search.measuring_s)}")
-    return f"Estimated duration: {', '.join(parts)}."
+    first = (
+        f"; first extraction, and up to {duration(PREPARING_S)} for op costs that are not cached"
+    )
+    return f"Estimated duration: {', '.join(parts)}{'' if job.has_costs else first}."
 
 
 def duration(seconds: float) -> str:

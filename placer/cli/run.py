@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         trained = train_rank(prepared, started, progress)
     except (ValueError, OSError, RuntimeError, StoppedError) as error:
-        raise JobError(f"rank {rank}: {sentence(error)}") from error
+        kind = UsageError if isinstance(error, ValueError) else JobError
+        raise kind(f"rank {rank}: {sentence(error)}") from error
     if rank == 0:
         print_result(args, lambda: _to_dict(prepared, trained), lambda _: _print(trained))
     return 0
@@ -210,12 +211,13 @@ def _infer(args: argparse.Namespace) -> int:
     from envs.hardware.units import milliseconds
     from envs.placement import Placement
     from graphs.extract import extract
-    from placer.applying import apply_extracted
+    from placer.applying import apply_extracted, check_can_run
     from placer.parallel.data import Batches, FromFunction, MadeUp
     from placer.sources.target import load_function, load_step
 
     with usage_errors():
         placement = Placement.load(args.placement)
+        check_can_run(placement)
         torch.manual_seed(args.seed)
         step = replace(load_step(args.target, training=False), dtype=args.dtype)
         batches: Batches = MadeUp(step, args.seed)
@@ -225,7 +227,7 @@ def _infer(args: argparse.Namespace) -> int:
         say(args, "no --data: batches are made up")
     extraction = extract(step, args.extractor)
     seconds = []
-    with apply_extracted(extraction, placement) as placed:
+    with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
         for number in range(args.steps):
             inputs, keywords = batches(number)
             began = time.perf_counter()

@@ -39,7 +39,7 @@ OFFLOADED: Final = (
 )
 
 ON_ONE: Final = (
-    "accelerate runs modules one after the other, so all on one device is fastest in a device_map; "
+    "most work of every module was placed on one device, and a device_map places whole modules; "
     "placer.apply keeps the placement's gain"
 )
 

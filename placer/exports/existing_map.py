@@ -41,6 +41,15 @@ class DeviceMap:
         """Return the devices in order of first use."""
         return tuple(dict.fromkeys(self.devices.values()))
 
+    def check_devices(self, cluster: Cluster) -> None:
+        """Raise ValueError for a device that the cluster has not."""
+        for path, name in self.devices.items():
+            if name not in cluster.names:
+                raise ValueError(
+                    f"the device map has {path!r} on {name} (a number N means cuda:N), but the "
+                    f"devices are {', '.join(cluster.names)}"
+                )
+
     def conflict(self, extraction: Extraction) -> str:
         """Return why accelerate could not dispatch the map, "" if a dry run finds no conflict.
 
@@ -123,17 +132,13 @@ class DeviceMap:
     def _check(self, model: nn.Module, cluster: Cluster) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         tensors = model.state_dict().keys()
-        for path, name in self.devices.items():
+        for path in self.devices:
             if path not in modules and path not in tensors:
                 hint = suggestion(path, modules)
                 raise ValueError(
                     f"the device map names {path!r}, which {type(model).__name__} has not{hint}"
                 )
-            if name not in cluster.names:
-                raise ValueError(
-                    f"the device map has {path!r} on {name} (a number N means cuda:N), but the "
-                    f"devices are {', '.join(cluster.names)}"
-                )
+        self.check_devices(cluster)
         if missing := [name for name in tensors if around(name, self.devices) is None]:
             raise ValueError(
                 f"the device map leaves out {len(missing)} of {len(tensors)} parameters and "

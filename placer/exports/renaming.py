@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from envs.runtime import is_of_torch
+from graphs.text import suggestion
 
 
 class ExportError(ValueError):
@@ -24,6 +25,7 @@ def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
     if unknown and not set(placed_on) <= renamed.keys():
         raise RenamingError(
             f"{unknown[0]} cannot be renamed: the placement has {', '.join(placed_on)}"
+            f"{suggestion(unknown[0], placed_on)}"
         )
     check_of_torch({name for name in renamed.values() if name not in placed_on}, placed_on)
 

@@ -21,7 +21,7 @@ from envs.hardware.torch_devices import uuid_of
 from envs.placement import Placement
 from envs.runtime import tensor_device
 from graphs.extract import Workload, extract
-from placer.applying import apply_extracted
+from placer.applying import apply_extracted, check_can_run
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.liveness import Liveness, RunStore, shared_secret
 from placer.parallel.methods.registry import SyncConfig
@@ -83,6 +83,7 @@ def prepare_run(request: RunRequest) -> Run:
         placement, ranks=rank_count(), overrides=request.overrides, target=request.target
     )
     local, is_shared = on_own_devices(placement)
+    check_can_run(local)
     torch.manual_seed(request.seed)  # the same model on all ranks
     step = replace(load_step(request.target, training=True), dtype=request.dtype)
     batches: Batches = MadeUp(step, request.seed)

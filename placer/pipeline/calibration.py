@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from envs.costs.factors import unplaced_factors
+from envs.costs.factors import Factors, unplaced_factors
 from envs.problem import Problem
 from envs.simulator.fitting import fitted_factors
 from placer.choose import INEXACT, OFF, mispredicted, runs_contended
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from envs.runtime import Runtime
 
 
-Factors = Mapping[str, Mapping[str, float]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Factors of op costs that explain runs of candidates."""
 
-    factors: Factors  # of the problem's costs, {device kind: {class of ops: factor}}
+    factors: Factors  # of the problem's costs
     unplaced_factors: Sequence[Factors]  # of each problem of the unplaced model; {} if not run
     mispredicted: Candidate | None  # whose prediction was off, by the costs without the factors
 

@@ -21,6 +21,7 @@ from placer.choose import (
     worth_running,
 )
 from placer.interrupt import Interrupt
+from placer.messages import long_runs
 from placer.progress import Progress, counter
 from placer.search.candidate import Candidate, Kind
 
@@ -39,7 +40,8 @@ UNCOUNTED_RUNS: Final = 2
 class CandidateRuns:
     """Runs candidates on the devices of a runtime, or on the user's own backend.
 
-    Its runs take ``seconds`` of wall time, or what the baselines and one placement need at least.
+    Its runs take ``seconds`` of wall time, at most twice as long, unless the baselines and one
+    placement need more.
     """
 
     backend: Runtime | Backend
@@ -67,8 +69,11 @@ class CandidateRuns:
         for count in counts:
             chosen = worth_running(candidates, problem.cluster, count)
             steps_s = [candidates[i].predicted_s for i in chosen]
-            if _run_s(steps_s, FEWEST_ROUNDS) <= self.left_s / 2:
+            needed_s = _run_s(steps_s, FEWEST_ROUNDS)
+            if needed_s <= self.left_s / 2:
                 break
+        else:
+            self.progress.remark(long_runs(needed_s, self.seconds))
         return self._run(problem, candidates, chosen) if chosen else list(candidates)
 
     def further(
@@ -102,7 +107,8 @@ class CandidateRuns:
 
         The fastest of several candidates was also the luckiest: its times in new rounds are not
         biased. Workers differ from those started before them by more than rounds do, since their
-        memory lies elsewhere: each half of the rounds has workers of its own.
+        memory lies elsewhere: each half of the rounds has workers of its own. Where time is short,
+        the only placement was not chosen by luck: its first rounds are the first half.
         Only runs of these rounds are compared; the other candidates are eliminated. The
         rounds of ``before`` count if the new ones do not end, other processes disturb them, or a
         candidate fails in them. A user's own backend runs nothing again.
@@ -114,23 +120,38 @@ class CandidateRuns:
         rounds = self.backend.final_rounds(steps_s, self.left_s - FINAL_STARTS * _run_s(steps_s, 0))
         if not kept or not rounds:
             return before
+        starts, rounds = self._final_starts(steps_s, -(-rounds // FINAL_STARTS))
+        if not starts:
+            return before
         self.progress.stage("Running the fastest once more")
-        again = dict(zip(kept, kept, strict=True))
-        for half in range(FINAL_STARTS):
+        again: dict[Candidate, Candidate] = {}
+        if starts < FINAL_STARTS and len(_placements_that_ran(before)) == 1:
+            again = dict(zip(kept, kept, strict=True))
+        for _ in range(starts):
             try:
-                after = self._run(problem, kept, range(len(kept)), -(-rounds // FINAL_STARTS))
+                after = self._run(problem, kept, range(len(kept)), rounds)
             except (WorkerError, DevicesLostError, OSError):
                 return before
             if self.interrupt.requested or runs_contended(after):
                 return before
             for each, new in zip(kept, after, strict=True):
-                again[each] = _joined(again[each], new) if half else new
+                again[each] = _joined(again[each], new) if each in again else new
         if failed := {each: again[each] for each in kept if again[each].failure}:
             return [failed.get(each, each) for each in before]
         return [
             again[each] if each in again else replace(each, eliminated=each.measurement is not None)
             for each in before
         ]
+
+    def _final_starts(self, steps_s: Sequence[float], rounds: int) -> tuple[int, int]:
+        """Return how often workers start for the last runs, in how many rounds each time.
+
+        Fewer than ``FINAL_STARTS`` where these would take 1.5 times the time of all runs, and none
+        where a few rounds alone would take that time.
+        """
+        if FINAL_STARTS * _run_s(steps_s, rounds) <= self.left_s + self.seconds / 2:
+            return FINAL_STARTS, rounds
+        return int(_run_s(steps_s, FEWEST_ROUNDS) <= self.seconds), FEWEST_ROUNDS
 
     def _run(
         self,
@@ -163,6 +184,11 @@ class CandidateRuns:
 def _run_s(steps_s: Sequence[float], rounds: int) -> float:
     """Return about how long runs of steps take, with the start and the uncounted runs."""
     return STARTING_S + sum(UNCOUNTED_RUNS * step_s + rounds * turn_s(step_s) for step_s in steps_s)
+
+
+def _placements_that_ran(candidates: Sequence[Candidate]) -> list[Candidate]:
+    ran = [each for each in candidates if each.measurement is not None and not each.eliminated]
+    return [each for each in ran if not (each.is_single or each.is_unplaced)]
 
 
 def _joined(candidate: Candidate, again: Candidate) -> Candidate:

@@ -126,7 +126,7 @@ def device_map(
         memory: {device: bytes, or a size such as ``"10GiB"``} that may be used; GPUs also by
             number, as in ``max_memory`` of accelerate.
         budget: search budget, as for :func:`placer.optimize`.
-        progress: show progress, and the predicted steps, on stderr.
+        progress: show progress on stderr.
 
     Raises:
         ExtractionError: the forward pass of the model cannot be exported.
@@ -140,9 +140,7 @@ def device_map(
     written = written_names(whole)
     shown_on = progress_for(sys.stderr.isatty()) if progress else nullcontext(Silent())
     with shown_on as shown:
-        found = plan_map(source, whole, written, search, shown)
-        shown.remark(found.summary)
-    return found
+        return plan_map(source, whole, written, search, shown)
 
 
 def plan_map(

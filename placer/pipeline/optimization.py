@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from envs.backend import Backend
-from envs.compiled import loading_stage
 from envs.costs.factors import fitted_source
 from envs.executors.cores.errors import WorkerError
 from envs.hardware.cluster import Cluster
@@ -35,7 +34,7 @@ from placer.pipeline.candidate_search import CandidateSearch, grouped
 from placer.progress import Progress, Silent
 from placer.result import Result
 from placer.search.candidate import Candidate
-from placer.search.compilation import load_compiled_code
+from placer.search.compilation import load_compiled_code_in_a_stage
 from placer.search.request import SearchTrace
 
 if TYPE_CHECKING:
@@ -111,8 +110,7 @@ class _Optimization:
         if reason := missing_link(self.problem):
             raise PlacementError(f"The model runs nowhere: {reason}.")
         progress, interrupt, backend = self.search.progress, self.search.interrupt, self._backend
-        progress.stage(loading_stage())
-        load_compiled_code()
+        load_compiled_code_in_a_stage(progress)
         began = time.perf_counter()
         try:
             progress.stage("Searching placements")

@@ -15,6 +15,7 @@ from envs.hardware.cluster import MOST_DEVICES, Cluster, Device, Link, LinkOrder
 from envs.problem import Problem
 from graphs.graph import ANY_KIND, GraphArrays
 from graphs.synthetic.families import FAMILIES, draw
+from graphs.text import suggestion
 from placer.policies.records import Items, Within, check_ranges
 from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise
@@ -114,7 +115,8 @@ def families(chosen: Sequence[str] | None = None) -> tuple[str, ...]:
     known = (*FAMILIES, REFERENCE)
     for name in chosen or ():
         if name not in known:
-            raise ValueError(f"there is no family {name!r}; there are {', '.join(known)}")
+            hint = suggestion(name, known)
+            raise ValueError(f"there is no family {name!r}; there are {', '.join(known)}{hint}")
     return tuple(chosen) if chosen else tuple(name for name in FAMILIES if name not in NO_NEWS)
 
 

@@ -20,6 +20,7 @@ from envs.placement_env import problem_of
 from envs.problem import toy_problem
 from envs.runtime import BACKENDS, costed_problem, runtime_for
 from envs.simulator import Simulator
+from graphs.text import suggestion
 from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
@@ -82,7 +83,10 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
         if sum(source is not None for source in (workload, graph, pool)) > 1:
             raise ValueError("give one of workload, graph and pool")
         if backend not in BACKENDS:
-            raise ValueError(f"there is no backend {backend!r}, there are {', '.join(BACKENDS)}")
+            hint = suggestion(backend, BACKENDS)
+            raise ValueError(
+                f"there is no backend {backend!r}, there are {', '.join(BACKENDS)}{hint}"
+            )
         if backend == "measured":
             if workload is None:
                 raise ValueError('backend "measured" runs a model: give a workload')

@@ -19,7 +19,6 @@ from typing import Final, TypeAlias
 import networkx as nx
 
 from envs.collectives import HIERARCHICAL, MeasuredAllReduce, ranks_of
-from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
@@ -40,7 +39,7 @@ from placer.replicate.simulation import Scaling, Variant, variants
 from placer.replicate.sources import StepSource
 from placer.replicate.trials import can_be_tried, with_trials
 from placer.result import Result
-from placer.search.compilation import load_compiled_code
+from placer.search.compilation import load_compiled_code_in_a_stage
 from placer.search.request import Budget
 from placer.sources.batches import batch_size
 
@@ -137,8 +136,7 @@ class _Planner:
         problem = Problem.of(arrays, self.source.whole.cluster)
         planned = list(self._planned(problem))
         self.collectives = self.source.collectives(self._levels(problem, planned))
-        self.progress.stage(loading_stage())
-        load_compiled_code()
+        load_compiled_code_in_a_stage(self.progress)
         searches = list(dict.fromkeys(each.search for each in planned))
         self.progress.stage(
             f"Searching placements of a replica on {len(searches)} groups of devices"

@@ -18,11 +18,12 @@ from typing import Final
 
 import numpy as np
 
-from envs.compiled import is_cached
+from envs.compiled import is_cached, loading_stage
 from envs.problem import Problem, toy_problem
 from envs.simulator import simulate_batch
 from envs.simulator.bounds import lower_bound_ns
 from envs.simulator.max_load import max_load_ns
+from placer.progress import Progress
 from placer.search.annealing import step_time
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Kind
@@ -50,6 +51,13 @@ def load_compiled_code() -> None:
         problem = toy_problem()
         _simulated(problem)
         _scheduled(problem)
+
+
+def load_compiled_code_in_a_stage(progress: Progress) -> None:
+    """Load the compiled code in a stage of its own, none if it is loaded already."""
+    if not load_compiled_code.cache_info().currsize:
+        progress.stage(loading_stage())
+        load_compiled_code()
 
 
 @contextmanager

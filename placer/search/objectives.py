@@ -15,6 +15,7 @@ from envs.simulator.max_load import loads_of, max_load_ns, overload_reason
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.schedule import Schedule
 from envs.simulator.time_units import in_units, search_unit_ns
+from graphs.strict_json import one_of
 from placer.search.candidate import Candidate, Kind, Prediction
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
@@ -38,8 +39,7 @@ class Objective:
     in_flight: int | None = None  # None: one per device
 
     def __post_init__(self) -> None:
-        if self.name not in OBJECTIVES:
-            raise ValueError(f"objective is {self.name!r}, not one of {', '.join(OBJECTIVES)}")
+        one_of(self.name, OBJECTIVES, "objective")
         check_micro_batches(self.micro_batches, self.in_flight)
         if self.name == "throughput" and self.micro_batches == 1:
             raise ValueError("throughput is that of several micro-batches: give 2 or more of them")

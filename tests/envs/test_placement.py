@@ -151,6 +151,8 @@ def test_where_a_module_is_is_told_by_device_and_phase() -> None:
 
 
 def test_unknown_module_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(KeyError, match=r"no op or module 'ste'.*did you mean stem\?"):
+        place(GRAPH, CLUSTER, [0] * 5).device_of("ste")
     with pytest.raises(KeyError, match=r"no op or module 'stem\.bm'.*did you mean stem\.bn"):
         place(GRAPH, CLUSTER, [0] * 5).device_of("stem.bm")
 

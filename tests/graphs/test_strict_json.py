@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphs.graph_file import load_graph
-from graphs.strict_json import LONGEST_MESSAGE, brief, load_toml, parse_json, within
+from graphs.strict_json import LONGEST_MESSAGE, brief, load_toml, of_format, parse_json, within
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_json_that_is_none_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a = ", "Invalid value"),
-        (b"\xff", "can't decode"),
+        (b"a = ", "not TOML: Invalid value .at end of document."),
+        (b"a = 1\n\xff", "not text in UTF-8 .byte 6."),
         (b"a = " + 3000 * b"[" + 3000 * b"]", "nested too deeply"),
         (b"a = " + 5000 * b"1", "a number has thousands of digits"),
         (b"a = 1\n" + b"b." * 100_000 + b"b = 1", "more than 64 names are joined by dots"),
@@ -84,3 +84,19 @@ def test_a_number_outside_of_its_range_is_told_in_few_digits() -> None:
     with pytest.raises(ValueError, match=r"^size is 1000.*0000, not within 0 \.\. 5$") as refusal:
         within(10**3000, 0, 5, "size")
     assert len(str(refusal.value)) < 100
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"nodes": []}, "the file lacks format, which is 'placer-graph/1' in such a file"),
+        ({"format": "placer-graph/2", "no": 1}, "is 'placer-graph/2', this version reads"),
+        ({"format": "placer-placement/1", "devices": {}}, "this file has to be 'placer-graph/1'"),
+        ({"format": 1}, "format is 1, but this file has to be"),
+        ({"format": "placer-graph/1", "node": []}, "unknown key node; did you mean nodes"),
+        ({"format": "placer-graph/1"}, "the file lacks nodes"),
+    ],
+)
+def test_a_file_of_another_format_is_told_before_its_keys(content: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_format(content, "placer-graph/1", frozenset({"format", "nodes"}), ("nodes",))

@@ -185,6 +185,53 @@ def test_the_fastest_runs_again_beside_the_baseline_and_only_new_times_count() -
     assert best.ranking_s(contended=False) == pytest.approx(1.3)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "placements", "starts", "rounds"),
+    [
+        # Seven steps of 2 and 1 s and a start take 21.8 s, five of each 15.8 s.
+        (29.5, 1, [3, 5, 5], {SINGLE: 10, ANNEALING: 10}),
+        (29.0, 1, [3, 3], {SINGLE: 6, ANNEALING: 6}),
+        (29.0, 2, [3, 3], {SINGLE: 3, ANNEALING: 3, HEFT: 3}),
+        (15.7, 1, [3], {SINGLE: 3, ANNEALING: 3}),
+    ],
+)
+def test_the_last_runs_are_as_many_as_the_time_allows(
+    seconds: float, placements: int, starts: list[int], rounds: dict[Kind, int]
+) -> None:
+    machine = Machine(FIRST_S)
+    some = [
+        each for each in candidates() if each.kind in [SINGLE, ANNEALING, HEFT][: placements + 1]
+    ]
+    with Interrupt() as interrupt:
+        runs = CandidateRuns(
+            backend=cast(Runtime, machine), interrupt=interrupt, progress=Silent(), seconds=seconds
+        )
+        first = runs._run(PROBLEM, some, range(len(some)))
+        ran = runs.final(PROBLEM, first)
+    assert machine.rounds == starts
+    assert {each.kind: rounds_of(each) for each in ran} == rounds
+
+
+def test_runs_that_take_longer_than_their_time_are_announced() -> None:
+    remarks: list[str] = []
+
+    class Noted(Silent):
+        def remark(self, text: str) -> None:
+            remarks.append(text)
+
+    for seconds in (31.7, 31.5):  # five runs of 2 and 1 s, and a start, take half of it
+        with Interrupt() as interrupt:
+            runs = CandidateRuns(
+                backend=cast(Runtime, Machine(FIRST_S)),
+                interrupt=interrupt,
+                progress=Noted(),
+                seconds=seconds,
+            )
+            runs.best(PROBLEM, candidates())
+    [remark] = remarks
+    assert "take 16 s, running the fastest once more up to 32 s" in remark
+
+
 @pytest.mark.parametrize(("lead", "rounds"), [(1.2, [3]), (1.1, [3, 5, 5])])
 def test_a_baseline_that_is_far_ahead_needs_no_final(lead: float, rounds: list[int]) -> None:
     first_s = {**FIRST_S, SINGLE: FIRST_S[ANNEALING] / lead}

@@ -275,6 +275,7 @@ def test_a_remark_says_that_lstms_are_trained_by_another_kernel_where_nothing_is
     step = tiny_models.lstm()
     assert len(extraction_remarks(extract(step))) == 1
     assert extraction_remarks(extract(replace(step, training=False))) == []
+    assert extraction_remarks(extract(step, "modules"), refusal=False) == []
     assert extraction_remarks(extract(tiny_models.tied_weights())) == []
 
 

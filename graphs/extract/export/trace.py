@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import fx, nn
@@ -88,6 +88,7 @@ class Position:
     """Placeholder for an output tensor: the result with this number as its name."""
 
     number: int
+    device: ClassVar[torch.device] = torch.device("cpu")  # a PackedSequence asks its parts for it
 
 
 def trace(step: Workload) -> Traced:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.utils import rnn
 from graphs.extract.errors import is_skipped, running_line
 from graphs.extract.reads.checks import Check, is_decided, running_check
 from graphs.extract.reads.known_values import computing, drawn_from, known_value_of
+from graphs.extract.value_reads import PACK
 from graphs.workload import ExtractionError
 
 METHODS: Final = (
@@ -38,7 +39,6 @@ FUNCTIONS: Final = (
 )
 """... and as functions of torch, some of which check numbers that a trace has no values for."""
 
-PACK: Final = "_pack_padded_sequence"
 TRACED: Final = (FakeTensor, FunctionalTensor)
 """Classes of tensors while torch traces, which may read values in their own ways."""
 
@@ -100,6 +100,7 @@ def _intercepted(
         ExtractionError: a read failed, or sequences were packed, and the model went on.
     """
     failed: dict[str, None] = {}
+    packed: dict[str, None] = {}
 
     def reading(original: Callable[..., Any], way: str) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -126,7 +127,7 @@ def _intercepted(
         return read
 
     def packing(*args: Any) -> Any:
-        failed[running_line()] = None
+        packed[running_line()] = None
         return pack(*args)
 
     kernels: Any = rnn._VF  # type: ignore[attr-defined]  # where torch looks its own kernel up
@@ -145,9 +146,23 @@ def _intercepted(
         if traces:
             restored.callback(setattr, kernels, PACK, pack)
             setattr(kernels, PACK, packing)
-        yield
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ExtractionError) or not packed:
+                raise
+            raise ExtractionError(_no_lengths(packed)) from error
+    if packed:
+        raise ExtractionError(_no_lengths(packed))
     if traces and failed:
         raise ExtractionError(
             f"the model needs values of tensors ({', '.join(failed)}), which torch.export lacks, "
             "and goes on without them"
         )
+
+
+def _no_lengths(lines: Iterable[str]) -> str:
+    return (
+        f"the model packs sequences ({', '.join(lines)}), whose lengths torch.export lacks; padded "
+        "ones, masked after the layer, have no such limit"
+    )

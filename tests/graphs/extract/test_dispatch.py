@@ -324,6 +324,32 @@ def test_packed_sequences_are_padded_again(
     assert extraction.depends_on_data
 
 
+def packing(m: Any, x: Tensor, lengths: Tensor) -> Any:
+    return m.rnn(pack_padded_sequence(x, lengths, enforce_sorted=False))[0]
+
+
+def padding(m: Any, packed: Any) -> Any:
+    return pad_packed_sequence(m.rnn(packed)[0])[0].sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_packed_sequences_are_inputs_and_outputs(training: bool) -> None:
+    torch.manual_seed(0)
+    x, lengths = torch.randn(5, 4, 8), torch.tensor([2, 5, 1, 4])
+    packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+    taking = Workload.of(Plain(padding, rnn=nn.LSTM(8, 8)), packed, training=training)
+    one_process.assert_runs_as_eager(extract(taking, "dispatch"))
+    giving = Workload.of(Plain(packing, rnn=nn.LSTM(8, 8)), (x, lengths), training=False)
+    one_process.assert_runs_as_eager(extract(giving, "dispatch"))
+
+
+def test_why_packed_sequences_cannot_be_exported_is_told_with_the_line() -> None:
+    inputs = torch.randn(5, 4, 8), torch.tensor([2, 5, 1, 4])
+    step = Workload.of(Plain(packing, rnn=nn.LSTM(8, 8)), inputs, training=False)
+    with pytest.raises(ExtractionError, match=rf"packs sequences \(.*{__file__}.* padded ones, "):
+        extract(step, "export")
+
+
 @pytest.mark.parametrize("wanted", [torch.preserve_format, torch.channels_last])
 def test_memory_formats_are_sent_without_the_name_of_a_module_that_imports_torch(
     wanted: torch.memory_format,

@@ -71,6 +71,9 @@ def test_settings_of_a_method_override_its_defaults() -> None:
         ("optimize m.py:f --seed=-1", "'-1' is no seed"),
         (f"train --out=x --first-seed={2**32}", f"'{2**32}' is no seed"),
         ("evaluate g.json --placement p --micro-batches 0", "'0' is not a whole number"),
+        ("optimize g.json --objective latncy", "did you mean latency?"),
+        ("optimize m.py:f --data-parallel 2,reduction=rign", "did you mean ring?"),
+        ("optimize m.py:f --data-parallel 2,payload=fp61", "did you mean fp16?"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -107,6 +107,11 @@ def test_bad_targets_get_a_sentence(
         ("optimize {graph}", "give --cluster"),
         ("optimize {graph} --cluster {cluster} --out {graph}", "are the same file"),
         ("optimize {graph} --cluster {cluster} --pin op3=c", "pinned to 'c'"),
+        ("optimize never/loaded.py:f --devices core0", "did you mean core:0?"),
+        ("optimize never/loaded.py:f --devices gpu:1", "did you mean cuda:1?"),
+        ("optimize never/loaded.py:f --devices core:0 --memory core:o=1GB", "mean core:0?"),
+        ("optimize {graph} --cluster {graph}", "not TOML: "),
+        ("evaluate {graph} --cluster {cluster} --placement {graph}", "'placer-placement/1'"),
         ("optimize {graph} --cluster {cluster} --pin nothing=a", "'nothing' matches no op"),
         ("optimize {graph} --cluster {cluster} --keep-together nothing", "'nothing' matches no"),
         ("optimize {graph} --cluster {cluster} --pin *=a --pin ?*=b", "overlap"),
@@ -151,6 +156,36 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(
     assert "never/loaded.py" not in error
     assert "Errno" not in error
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "optimize {graph} --cluster none.toml",
+        "optimize {graph} --cluster {cluster} --objective latncy",
+        "extract none.py:build --costs none",
+        "evaluate {graph} --cluster {cluster} --placement {graph}",
+        "export {graph} none.py:build --format pipeline",
+        "show {graph}",
+        "run none.py:build --placement {graph} --steps 1",
+        "train --evaluate none --policy generalist",
+        "machine --devices core:9999",
+    ],
+)
+def test_after_an_error_there_is_no_json(
+    command: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    words = [word.format(graph=graph, cluster=cluster) for word in command.split()]
+    words += ["--out", str(tmp_path / "out.json")] if words[0] == "optimize" else []
+    try:
+        code = main([*words, "--json"])
+    except SystemExit as stopped:  # of argparse
+        code = cast(int, stopped.code)
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert "error" in printed.err or "placer: " in printed.err
 
 
 CLUSTER = """

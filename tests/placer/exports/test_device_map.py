@@ -18,7 +18,7 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
-from placer.exports.device_map import OFFLOADED, ON_HOST, device_map
+from placer.exports.device_map import OFFLOADED, ON_HOST, ON_ONE, device_map
 from placer.exports.dry_run import flow
 from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
@@ -49,6 +49,13 @@ class Meeting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.left(x) + self.right(x))
         return out
+
+
+class Negated(nn.Linear):
+    """A layer of two ops, of which the first has nearly all work."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).neg()
 
 
 def meeting() -> Workload:
@@ -304,6 +311,17 @@ def test_a_map_of_one_device_says_what_keeps_the_model_together() -> None:
     found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
     assert found.content == {"": 0}
     assert "since add in Plain.forward reads what a and b give" in found.remedy
+
+
+def test_a_map_of_one_device_says_that_each_module_has_most_work_there() -> None:
+    model = tiny_models.Plain(lambda m, x: m.a(x), a=Negated(4, 2))
+    extraction = extract(replace(meeting(), model=model))
+    graph = call_graph(extraction).graph
+    (away,) = (node for node in graph if node.endswith(":neg"))
+    devices = [int(node == away) for node in graph]
+    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
+    assert found.content == {"": 0}
+    assert found.remedy == ON_ONE
 
 
 def test_residual_paths_join_layers() -> None:

@@ -208,14 +208,14 @@ def test_ranks_with_different_placements_are_refused_by_name(tmp_path: Path) -> 
     other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
     results = on_ranks(3, with_more_words_on_rank_1, words, "--placement", other, joined=False)
     for number, (code, _, err) in enumerate(results):
-        assert code == 1
+        assert code == 2
         assert f"rank {number}: placements: ranks differ (ranks 0, 2: " in err
 
 
 def test_ranks_of_which_one_would_resume_are_refused(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json")
     for code, _, err in on_ranks(2, with_more_words_on_rank_1, words, "--resume", joined=False):
-        assert code == 1
+        assert code == 2
         assert "the options of the run: ranks differ (" in err
 
 
@@ -259,5 +259,31 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         *zip(refused, results, strict=True),
         *(("run with 1 ranks, this one has 2", result) for result in resumed),
     ]:
-        assert code == 1
+        assert code == 2
         assert message in err
+
+
+def changed(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("mode", [[], ["--inference"]])
+def test_a_placement_of_another_model_is_bad_usage(mode: list[str], tmp_path: Path) -> None:
+    words = prepared(tmp_path)(2)
+    changed(tmp_path / "placement.json", graph="other")
+    [(code, out, err)] = on_ranks(1, rank, [*words, *mode, "--json"], joined=False)
+    assert code == 2
+    assert "this placement was made for graph other, not for" in err
+    assert out == ""
+
+
+@pytest.mark.parametrize("mode", [[], ["--inference"]])
+def test_a_placement_that_cannot_be_run_is_refused_before_the_model_is_loaded(
+    mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = prepared(tmp_path)(2)
+    (tmp_path / "target.py").write_text("raise RuntimeError('loaded')")
+    changed(tmp_path / "placement.json", micro_batches=2)
+    error = alone([*words, *mode], capsys)
+    assert "splits a step into 2 micro-batches" in error
+    assert "loaded" not in error

@@ -1,0 +1,70 @@
+"""Running and exporting a placement: what is wrong with it is told before a model is extracted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.hardware.discover import physical_cores
+
+CORE = f"core:{physical_cores()[0]}"
+
+
+class Never(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the model ran")
+
+
+def content(**changes: object) -> str:
+    return json.dumps({"format": "placer-placement/1", "devices": {"a": "cpu"}} | changes)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "placement.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("junk", "placement.json: not JSON: .*line 1"),
+        (content(format="placer-graph/1"), "this file has to be 'placer-placement/1'"),
+        (content(micro_batches=2), "2 micro-batches, which cannot be run"),
+        (content(devices={"a": "core:4000"}), "there is no device core:4000"),
+    ],
+)
+def test_a_placement_that_cannot_be_run_is_refused_at_once(
+    text: str, message: str, path: Path
+) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        placer.apply(Never(), path, torch.ones(2), training=False)
+
+
+def test_a_file_to_export_is_read_before_the_model(path: Path) -> None:
+    path.write_text("junk")
+    with pytest.raises(ValueError, match="not JSON"):
+        placer.export(path, "device-map", Never(), torch.ones(2), training=False)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (content(), "has no device 'cpu': it has core:"),
+        ('{"0": 3}', r"has '0' on cuda:3 \(a number N means cuda:N\)"),
+    ],
+)
+def test_a_warm_start_on_other_devices_is_refused_at_once(
+    start: str, message: str, path: Path
+) -> None:
+    path.write_text(start)
+    search = placer.SearchConfig(start_from=path, policy=None)
+    with pytest.raises(ValueError, match=message):
+        placer.optimize(
+            Never(), torch.ones(2), training=False, devices=CORE, search=search, progress=False
+        )
