@@ -332,14 +332,16 @@ def padding(m: Any, packed: Any) -> Any:
     return pad_packed_sequence(m.rnn(packed)[0])[0].sum()
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_packed_sequences_are_inputs_and_outputs(training: bool) -> None:
+def test_packed_sequences_are_inputs_and_outputs(training: bool, bidirectional: bool) -> None:
     torch.manual_seed(0)
+    layer = nn.LSTM(8, 8, 2, bidirectional=bidirectional)
     x, lengths = torch.randn(5, 4, 8), torch.tensor([2, 5, 1, 4])
     packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
-    taking = Workload.of(Plain(padding, rnn=nn.LSTM(8, 8)), packed, training=training)
+    taking = Workload.of(Plain(padding, rnn=layer), packed, training=training)
     one_process.assert_runs_as_eager(extract(taking, "dispatch"))
-    giving = Workload.of(Plain(packing, rnn=nn.LSTM(8, 8)), (x, lengths), training=False)
+    giving = Workload.of(Plain(packing, rnn=layer), (x, lengths), training=False)
     one_process.assert_runs_as_eager(extract(giving, "dispatch"))
 
 
