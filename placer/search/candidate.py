@@ -30,8 +30,6 @@ class Kind(Enum):
     HEFT = "HEFT"
     ETF = "ETF"
     M_ETF = "m-ETF"
-    PEFT = "PEFT"
-    LOOKAHEAD = "lookahead"
     POLICY = "policy"
     EVOLUTION = "evolution"
     ANNEALING = "annealing"

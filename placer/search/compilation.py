@@ -28,7 +28,7 @@ from placer.search.annealing import step_time
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
-from placer.search.list_scheduler import decoder, etf, looking_ahead
+from placer.search.list_scheduler import decoder, etf
 from placer.search.list_scheduler.decoder import HEFT
 
 LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf)
@@ -106,7 +106,6 @@ def _scheduled(problem: Problem) -> None:
     evaluator = Evaluator(problem)
     devices, _ = decoder.decode(evaluator.scheduling, HEFT)
     etf.etf(evaluator.scheduling)
-    looking_ahead.peft(evaluator.scheduling)
     max_load_ns(problem, devices)
     lower_bound_ns(problem)
 

@@ -26,7 +26,6 @@ from placer.search.grouping import spread
 from placer.search.list_scheduler.arrays import SchedulingArrays
 from placer.search.list_scheduler.decoder import HEFT, decode
 from placer.search.list_scheduler.etf import etf, memory_etf
-from placer.search.list_scheduler.looking_ahead import lookahead, peft
 from placer.search.request import MAX_LOAD, STEP_OBJECTIVES, SearchRequest
 
 MOST_ORDERED: Final = 4
@@ -34,9 +33,8 @@ MOST_ORDERED: Final = 4
 
 
 def heuristics(evaluator: Evaluator) -> list[Candidate]:
-    """Return trivial placements, then those of HEFT, ETF, PEFT and lookahead.
+    """Return single devices, layer split, round robin, first layers, HEFT and ETF, in this order.
 
-    Trivial are single devices, layer split, round robin and first layers.
     "First layers" is included only if some single device cannot hold the model. Trivial placements
     run ready ops by upward rank.
     """
@@ -52,8 +50,7 @@ def heuristics(evaluator: Evaluator) -> list[Candidate]:
     if any(candidate.step_ns == INFEASIBLE_NS for candidate in singles):
         devices = first_layers(problem, by_level)
         candidates.append(evaluator.candidate(Kind.FIRST_LAYERS, devices, by_level))
-    schedulers = (heft_candidate, etf_candidate, peft_candidate, lookahead_candidate)
-    return [*candidates, *(schedule(evaluator) for schedule in schedulers)]
+    return [*candidates, heft_candidate(evaluator), etf_candidate(evaluator)]
 
 
 def heft_candidate(evaluator: Evaluator) -> Candidate:
@@ -64,16 +61,6 @@ def heft_candidate(evaluator: Evaluator) -> Candidate:
 def etf_candidate(evaluator: Evaluator) -> Candidate:
     """Return the placement of ETF; see :func:`_listed`."""
     return _listed(evaluator, Kind.ETF, etf)
-
-
-def peft_candidate(evaluator: Evaluator) -> Candidate:
-    """Return the placement of PEFT; see :func:`_listed`."""
-    return _listed(evaluator, Kind.PEFT, peft)
-
-
-def lookahead_candidate(evaluator: Evaluator) -> Candidate:
-    """Return the placement of HEFT with lookahead; see :func:`_listed`."""
-    return _listed(evaluator, Kind.LOOKAHEAD, lookahead)
 
 
 def _listed(
@@ -267,26 +254,6 @@ class Etf(Rule):
     def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
         yield etf_candidate(evaluator)
-
-
-class Peft(Rule):
-    """Places each op where it, and all that follows on its best devices, could end first."""
-
-    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
-
-    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
-        """Yield one placement."""
-        yield peft_candidate(evaluator)
-
-
-class Lookahead(Rule):
-    """Places each op where the last of its consumers could end first."""
-
-    objectives: ClassVar[tuple[str, ...]] = STEP_OBJECTIVES
-
-    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
-        """Yield one placement."""
-        yield lookahead_candidate(evaluator)
 
 
 class MemoryEtf(Rule):

@@ -74,8 +74,6 @@ BUILT_IN: Final = (
     _built_in("heft", "heuristics:Heft", "highest bottom level first, earliest finish"),
     _built_in("etf", "heuristics:Etf", "the op and device that can start first"),
     _built_in("m-etf", "heuristics:MemoryEtf", "ETF that keeps room for every output"),
-    _built_in("peft", "heuristics:Peft", "earliest finish, then all on their best devices"),
-    _built_in("lookahead", "heuristics:Lookahead", "HEFT by the finish of consumers"),
     _built_in("annealing", "portfolio:AnnealingPlacer", "annealing of single ops and their order"),
     _built_in("evolution", "evolution:EvolutionPlacer", "CMA-ES on the list scheduler's weights"),
     _built_in(
