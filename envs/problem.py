@@ -271,8 +271,8 @@ def _costs(graph: GraphArrays, cluster: Cluster, hosts: HostThreads | None) -> t
         device = cluster.devices[d]
         cost_s = graph.costs_for(device.kind)[i] + device.launch_s
         raise ValueError(
-            f"op {graph.ids[i]!r} costs {cost_s:.3g} s on {device.name}; an op may take "
-            f"{LONGEST_S:g} s: scale all costs down, or keep it off that device"
+            f"op {graph.ids[i]!r} costs {cost_s:.3g} s on {device.name}; an op may take 63 "
+            f"years ({LONGEST_S:g} s) at most: scale all costs down, or keep it off that device"
         )
     return allowed, cost_ns
 

@@ -247,8 +247,10 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
 
 def long_runs(first_s: float, more_s: float) -> str:
     """Return how long runs take where the fewest of them fill their time."""
-    few = "Steps are long: a few runs of the best placement and of the baselines take"
-    return f"{few} {first_s:.0f} s, running the fastest once more up to {more_s:.0f} s."
+    return (
+        f"Steps are long: the first runs take about {first_s:.0f} s, "
+        f"and repeating the fastest up to {more_s:.0f} s more."
+    )
 
 
 def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) -> str:

@@ -60,6 +60,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.getoption("hypothesis_profile", None) is None:
         # Some draws are numbers in the source of modules that tests before have imported: other
         # examples in every order of tests. There is no public way to turn that off.
+        assert {"_get_local_constants", "_local_constants"} <= vars(providers).keys()
         vars(providers)["_get_local_constants"] = lambda: providers._local_constants
 
 

@@ -77,7 +77,7 @@ LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
 _KEYS: Final = frozenset({"format", "name", "device", "link", "host", "transfers"})
 _TRANSFER_KEYS: Final = frozenset({"once_per_destination"})
-RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention", "overlap"})
+RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention", "overlap", "autograd"})
 """Keys that are only written where used: other readers of the format may not know them."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
 LONGEST_S: Final = 2e9

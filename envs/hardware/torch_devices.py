@@ -19,7 +19,7 @@ from graphs.text import escaped, suggestion
 CPU: Final = torch.device("cpu")
 _OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
 """Texts of the host's allocator, of the driver and NCCL, and of libraries such as cuBLAS."""
-LEAST_FREE_BYTES: Final = 512 << 20
+LEAST_FREE_BYTES: Final = 500_000_000
 """Free memory below which a GPU is not chosen by itself."""
 DRIVER: Final = Path("/sys/module/nvidia/version")
 Result = TypeVar("Result")

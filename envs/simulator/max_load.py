@@ -14,7 +14,6 @@ workspaces of all ops of a device.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -114,12 +113,16 @@ def least_send_ns(problem: Problem) -> Longs:
     graph = problem.graph
     linked = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
     least = np.zeros(problem.op_count, np.int64)
+    read = np.flatnonzero(np.diff(graph.successor_start))
+    if not len(read) or not linked.any():
+        return least
+    size_bytes = np.minimum.reduceat(graph.edge_bytes, graph.successor_start[read])
+    seconds = np.full(len(read), np.inf)
+    links = np.stack([problem.latency_s[linked], problem.bandwidth_bytes_per_s[linked]])
+    for latency_s, bandwidth in np.unique(links, axis=1).T:
+        np.minimum(seconds, latency_s + size_bytes / bandwidth, out=seconds)
     longest_ns = _longest_ns(problem)
-    latency_s, bandwidth = problem.latency_s[linked], problem.bandwidth_bytes_per_s[linked]
-    for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
-        if first < end and len(latency_s):
-            seconds = latency_s + graph.edge_bytes[first:end].min() / bandwidth
-            least[i] = nanoseconds(float(seconds.min()), longest_ns)
+    least[read] = [nanoseconds(each, longest_ns) for each in seconds.tolist()]
     return least
 
 

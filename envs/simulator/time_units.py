@@ -34,9 +34,13 @@ def unit_for(longest_ns: int) -> int:
     return unit_ns
 
 
-def search_unit_ns(problem: Problem, micro_batches: int = 1) -> int:
-    """Return the unit for a search: 1 if some device order runs all ops below the horizon."""
-    work_ns = int(problem.cheapest_ns().sum()) * micro_batches
+def search_unit_ns(problem: Problem, micro_batches: int = 1, single_ns: int = 0) -> int:
+    """Return the unit for a search: 1 if the least work of all ops is below the horizon.
+
+    That is their cost on their fastest devices, or ``single_ns``, the shortest step of a single
+    device that can hold them all, if that is more.
+    """
+    work_ns = max(int(problem.cheapest_ns().sum()), single_ns) * micro_batches
     if work_ns < HORIZON_NS:
         return 1
     return min(unit_for(work_ns * SEARCHED), LARGEST_UNIT_NS)

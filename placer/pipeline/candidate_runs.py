@@ -73,7 +73,8 @@ class CandidateRuns:
             if needed_s <= self.left_s / 2:
                 break
         else:
-            self.progress.remark(long_runs(needed_s, self.seconds))
+            if chosen and needed_s - STARTING_S > self.left_s / 2:
+                self.progress.remark(long_runs(needed_s, self.seconds))
         return self._run(problem, candidates, chosen) if chosen else list(candidates)
 
     def further(

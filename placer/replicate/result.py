@@ -204,9 +204,13 @@ class ReplicaPlan:
     @property
     def reduces_as_measured(self) -> bool:
         """Return whether reductions of the best split are predicted by times of the backend."""
+        try:
+            networks = self._networks(self.best)
+        except ValueError:  # a link is missing
+            return False
         return self.collectives is not None and all(
             self.requested.measured_s(0.0, network.levels, self.collectives) is not None
-            for network in self._networks(self.best)
+            for network in networks
         )
 
     def _networks(self, split: Split) -> tuple[SlotNetwork, ...]:

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from envs.placement import OBJECTIVES, Placement, check_micro_batches
-from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS, Simulated
+from envs.problem import HORIZON_NS, Problem
+from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
 from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
 from envs.simulator.max_load import loads_of, max_load_ns, overload_reason
 from envs.simulator.micro_batches import Pipeline
@@ -54,7 +54,7 @@ class Objective:
         first copy. For throughput, a placer that supports max-load spends a share of the budget on
         balancing loads, as the busiest device sets the pace; its best candidate comes last.
         """
-        unit_ns = search_unit_ns(request.problem, self.micro_batches)
+        unit_ns = search_unit_ns(request.problem, self.micro_batches, _single_ns(request.problem))
         shorter = in_units(request.problem, unit_ns)
         request = replace(request, problem=shorter, unit_ns=unit_ns)
         balanced: list[Candidate] = []
@@ -150,6 +150,19 @@ def _part(request: SearchRequest, objective: str, begin: float, end: float) -> S
 
     budget = request.budget.part(end - begin)
     return replace(request, objective=objective, budget=budget, progress=between)
+
+
+def _single_ns(problem: Problem) -> int:
+    """Return the shortest step of a single device that can hold all ops; 0 if all are short."""
+    if problem.cost_ns.sum(axis=0, dtype=np.float64).max() < HORIZON_NS:
+        return 0
+    count = problem.device_count
+    devices = np.repeat(np.arange(count, dtype=np.int32)[:, None], problem.op_count, axis=1)
+    try:
+        steps = Simulator(problem).step_ns(devices, np.zeros(devices.shape))
+    except ValueError:  # longer than any step may be
+        return 0
+    return int(steps.min()) if steps.min() < INFEASIBLE_NS else 0
 
 
 def _in_ns(units: int, unit_ns: int) -> int:

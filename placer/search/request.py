@@ -14,6 +14,7 @@ from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from envs.hardware.units import milliseconds
 from envs.problem import HORIZON_NS, Problem
+from envs.simulator import INFEASIBLE_NS
 from placer.search.candidate import Candidate
 
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
@@ -192,7 +193,9 @@ class Meter:
 
     def note(self, name: str, cost_ns: int) -> None:
         """Report the best cost of ``name`` so far; record it in the search trace if feasible."""
-        fits, trace = cost_ns < HORIZON_NS, self.request.search_trace
+        # Loads may be longer than steps that the simulator counts.
+        limit_ns = INFEASIBLE_NS if self.request.objective == MAX_LOAD else HORIZON_NS
+        fits, trace = cost_ns < limit_ns, self.request.search_trace
         cost_s = cost_ns * self.request.unit_ns / 1e9
         if trace is not None and fits:
             trace.note(name, self.spent, self.seconds(), cost_s)

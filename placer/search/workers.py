@@ -39,9 +39,9 @@ class Workers:
             self._threads.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run at most ``count`` tasks at once; return their results, or raise the first's error.
+        """Run at most ``count`` tasks at once; return their results.
 
-        No task is running any more when this returns or raises.
+        An error is raised when no task is running any more: that of the first in their order.
         """
         assert 1 <= len(tasks) <= self.count
         futures: list[Future[T]] = []

@@ -175,7 +175,9 @@ def free_port() -> int:
     It is none of those that the kernel gives to connections: one of them might take it meanwhile.
     """
     lowest_given = int(PORTS_GIVEN.read_text().split()[0])
-    first = max(lowest_given - 8000, 1024)
+    if lowest_given < 10_000:  # the kernel gives away nearly all
+        lowest_given = 1 << 16
+    first = lowest_given - 8000
     for number in range(lowest_given - first):
         port = first + (97 * os.getpid() + number) % (lowest_given - first)
         if _is_reserved_here(port):

@@ -21,7 +21,7 @@ from placer.search.annealing.max_load import minimize_max_load
 from placer.search.objectives import Objective
 from placer.search.portfolio import Portfolio
 from placer.search.registry import placer_named
-from placer.search.request import Budget, SearchRequest
+from placer.search.request import Budget, SearchRequest, SearchTrace
 from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import Case, one_kind, problem_of, random_case
 
@@ -156,6 +156,24 @@ def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() 
     said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
     assert said.objective_s == np.inf
     assert said.why == result.no_period_reason
+
+
+def test_a_search_compares_long_steps_where_only_too_small_devices_would_be_fast() -> None:
+    graph = new_graph("long")
+    for number in range(8):
+        add_op(graph, str(number), cost_s={"fast": 1.0, "slow": 150.0}, parameter_bytes=100)
+    kinds = {"d0": ("fast", 99), "d1": ("slow", 10**9), "d2": ("slow", 10**9)}
+    cluster = one_kind(3)
+    devices = tuple(
+        replace(each, kind=kinds[each.name][0], memory_bytes=kinds[each.name][1])
+        for each in cluster.devices
+    )
+    problem, *_ = problem_of((graph, replace(cluster, devices=devices), [1] * 8, [0.0] * 8))
+    trace = SearchTrace()
+    request = SearchRequest(problem, Budget(evaluations=400), search_trace=trace)
+    [best, *_] = Objective().search(request, Portfolio())
+    assert best.step_ns == 4 * 150 * 10**9
+    assert min(each.cost_s for each in trace.parts["annealing"].improvements) == 600.0
 
 
 def test_for_throughput_balanced_loads_are_a_candidate_unless_the_rule_has_none() -> None:

@@ -35,13 +35,15 @@ def anneal_islands(
         yield from anneal(islands[0], meter, end=end, moves=moves)
         return
     begin, left = meter.share(), meter.left(end)
-    each = None if left is None else left // len(islands)
-    total = min((count for count in (moves, each) if count is not None), default=FINEST)
+    share = None if left is None else left // len(islands)
+    total = min((count for count in (moves, share) if count is not None), default=FINEST)
     done, chunk, exchanged = 0, 1, 0
     while done < total and not meter.over(end):
         border = total if exchange is None else _border(total, exchanged)
         began = meter.seconds()
         steps = min(chunk, border - done)
+        if left is not None:  # exchanges were spent, too
+            steps = min(steps, max((meter.left(end) or 0) // len(islands), 1))
         workers.run([partial(each.run, steps, first=done, total=total) for each in islands])
         meter.spend(steps * len(islands))
         done += steps

@@ -68,6 +68,8 @@ SLACK: Final = 1.2
 """Contiguous parts are starts up to this multiple of the least known largest load."""
 MOST_STEPS_OF_PARTS: Final = 60_000_000
 """Maximum number of steps to find contiguous parts, about half a second."""
+SHARE_OF_PARTS: Final = 0.2
+"""Most of a budget in seconds for it."""
 ON_BUSIEST: Final = 0.7
 TRIES: Final = 8
 OPTIONS: Final = AnnealingOptions(
@@ -98,7 +100,7 @@ def minimize_max_load(request: SearchRequest) -> list[Candidate]:
     if problem.device_count > 1:
         orders = linear_orders(problem)
         known = [candidate.devices for candidate in candidates]
-        parts = _least_loaded(problem, _contiguous_parts(problem, known, orders))
+        parts = _least_loaded(problem, _contiguous_parts(problem, known, orders, meter))
         starts = _least_loaded(problem, known + parts)[:STARTS]
         with Workers(request.workers) as workers:
             best = _anneal_in_rounds(problem, starts, orders[-1], request.seed, meter, workers)
@@ -109,16 +111,21 @@ def minimize_max_load(request: SearchRequest) -> list[Candidate]:
     return ranked_by(MAX_LOAD, problem, candidates)
 
 
-def _contiguous_parts(problem: Problem, known: list[Ints], orders: list[Ints]) -> list[Ints]:
+def _contiguous_parts(
+    problem: Problem, known: list[Ints], orders: list[Ints], meter: Meter
+) -> list[Ints]:
     """Return contiguous parts (N,) for the orders of ops and of devices, at least one.
 
-    Those much worse than the best known placement are not even looked for.
+    Those much worse than the best known placement are not even looked for, and other orders are
+    not once a fifth of the budget is spent.
     """
     rows = device_orders(problem)
     most_steps = MOST_STEPS_OF_PARTS // (len(orders) * len(rows))
     found: list[Ints] = []
     best_ns = int(max_load_ns(problem, np.array(known)).min())
     for order, row in product(orders, rows):
+        if meter.over(SHARE_OF_PARTS):
+            break
         below_ns = round(min(SLACK * best_ns, NEVER_NS))
         parts = best_parts(problem, order, row, below_ns=below_ns, most_steps=most_steps)
         if parts is not None:

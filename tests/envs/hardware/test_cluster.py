@@ -77,7 +77,11 @@ def clusters(draw: st.DrawFn) -> Cluster:
     unnamed = [name for name in names if not name.startswith("core:")]
     cut = draw(st.integers(0, len(unnamed)))
     parts = (tuple(unnamed[:cut]), tuple(unnamed[cut:]))
-    hosts = tuple(Host(devices=part, overlap=draw(st.booleans())) for part in parts if part)
+    hosts = tuple(
+        Host(devices=part, overlap=draw(st.booleans()), autograd=draw(st.booleans()))
+        for part in parts
+        if part
+    )
     links = [link() for _ in range(draw(st.integers(0, 3) if len(names) > 1 else st.just(0)))]
     return Cluster(
         name=draw(TEXT),
@@ -114,6 +118,7 @@ def test_hosts_keep_the_devices_of_a_part_of_their_cluster() -> None:
     assert cluster.hosts == (Host(devices=("cuda:0",)), Host(devices=("cpu",)))
     assert cluster.part([1]).hosts == (Host(devices=("cpu",)),)
     assert "overlap" not in cluster_to_toml(cluster)
+    assert "autograd" not in cluster_to_toml(cluster)
 
 
 def test_an_op_occupies_the_thread_for_its_launch_or_on_the_cpu_for_its_cost() -> None:
