@@ -247,10 +247,8 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
 
 def long_runs(first_s: float, more_s: float) -> str:
     """Return how long runs take where the fewest of them fill their time."""
-    return (
-        f"Steps are long: the first runs take about {first_s:.0f} s, "
-        f"and repeating the fastest up to {more_s:.0f} s more."
-    )
+    first = f"Steps are long: the first runs take about {first_s:.0f} s"
+    return f"{first}, and repeating the fastest up to {more_s:.0f} s more."
 
 
 def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) -> str:

@@ -15,9 +15,7 @@ run, in any order; a step time equal to the bound is optimal.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import ClassVar, Final
 
@@ -86,8 +84,7 @@ def _solve(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
         if number == 0:
             model.hint(start)  # a good bound at once; later rounds should find other solutions
         solver = _solver(budgeted.meter, seed + number)
-        with _stopping(solver, budgeted.meter.request.should_stop):
-            status = solver.solve(model.model, _Replay(model, budgeted))
+        status = _status(solver, model, budgeted)
         if status == cp_model.INFEASIBLE:
             return INFEASIBLE_NS
         bound_ns = max(bound_ns, round(solver.best_objective_bound))
@@ -101,6 +98,7 @@ def _solver(meter: Meter, seed: int) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = 1
+    parameters.catch_sigint_signal = False  # the next Ctrl-C would end the process without a word
     parameters.random_seed = seed & 0x7FFFFFFF
     left, seconds = meter.left(), meter.request.budget.seconds
     if left is not None:
@@ -110,26 +108,22 @@ def _solver(meter: Meter, seed: int) -> cp_model.CpSolver:
     return solver
 
 
-@contextmanager
-def _stopping(solver: cp_model.CpSolver, should_stop: Callable[[], bool] | None) -> Iterator[None]:
-    """Stop the solver from a thread when a stop is requested."""
-    if should_stop is None:
-        yield
-        return
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(LOOK_S):
-            if should_stop():
-                solver.stop_search()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _status(
+    solver: cp_model.CpSolver, model: _Model, budgeted: BudgetedEvaluator
+) -> cp_model.CpSolverStatus:
+    """Solve in a thread of its own; this one handles Ctrl-C, and stops the solver if asked to."""
+    should_stop = budgeted.meter.request.should_stop
+    with ThreadPoolExecutor(1, "exact") as thread:
+        solving = thread.submit(solver.solve, model.model, _Replay(model, budgeted))
+        try:
+            while wait([solving], LOOK_S).not_done:
+                if should_stop is not None and should_stop():
+                    solver.stop_search()
+        finally:
+            while wait([solving], 0.0).not_done:
+                solver.stop_search()  # of no effect before the search has begun
+                wait([solving], LOOK_S)
+    return solving.result()
 
 
 class _Model:

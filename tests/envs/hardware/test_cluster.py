@@ -53,7 +53,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             peak_flop_per_s=draw(RATES),
             bandwidth_bytes_per_s=draw(RATES),
             source=draw(TEXT),
-            price_per_hour=draw(TIMES),
+            price_per_hour=draw(st.floats(0, 1e9)),
         )
         for name in names
     )

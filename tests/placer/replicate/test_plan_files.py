@@ -90,7 +90,7 @@ def test_hierarchical_reductions_take_times_measured_for_their_levels(
         ({"groups": [["a"]], "reduction": {"payload": 3}}, r"reduction\.payload is 3, not a str"),
         ({"groups": [["a"]], "reduction": {"coding_bytes_per_s": -1}}, "is -1.0"),
         ({"groups": [["a"]], "reduction": {"star": 1}}, r"unknown key replicas\.reduction\.star"),
-        ({"groups": [["a"]], "algorithms": ["star"]}, "no reduction 'star'"),
+        ({"groups": [["a"]], "algorithms": ["star"]}, "reduction is 'star', not one of"),
         ({"groups": [["a"]], "levels": [2, 2]}, "levels 2x2"),
         ({"groups": [["a"]], "levels": 2}, r"replicas\.levels"),
     ],

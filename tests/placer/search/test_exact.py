@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,26 @@ def test_what_is_not_proven_of_the_objective_or_of_single_ops_is_not_said_to_be(
     search = SearchConfig(placer="exact", budget="3000e", **options)
     result = placer.optimize(graph, cluster, search=search, progress=False)
     assert "roven" not in result.verdict
+
+
+def test_ctrl_c_ends_the_solver_and_is_still_handled_afterwards() -> None:
+    def press() -> bool:
+        if any(thread.name.startswith("exact") for thread in threading.enumerate()):
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    request = SearchRequest(
+        random_problem(1, ops=80, devices=4), Budget(seconds=3600.0), should_stop=press
+    )
+    assert is_caught(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        placer_named("exact").place(request)
+    assert not any(thread.name.startswith("exact") for thread in threading.enumerate())
+    assert is_caught(signal.SIGINT)
+
+
+def is_caught(number: signal.Signals) -> bool:
+    """Return whether this process handles a signal, whatever Python takes for its handler."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [mask] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
