@@ -49,5 +49,6 @@ def solver_bound_ns(problem: Problem, known_ns: int, limit_s: float) -> int:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # the next Ctrl-C would end the process
     solver.solve(model)
     return min(int(np.ceil(solver.best_objective_bound)), known_ns)
