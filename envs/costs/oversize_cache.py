@@ -18,6 +18,7 @@ TABLE: Final = f"""CREATE TABLE IF NOT EXISTS {OVERSIZE} (
     free_bytes INTEGER NOT NULL,
     PRIMARY KEY (kind, hardware, torch, signature)
 ) WITHOUT ROWID"""
+OF_DEVICE: Final = "kind = ? AND hardware = ? AND torch = ?"
 SAME_ROOM: Final = 1.02
 """Ratio of free memory up to which there is as little as before: contexts vary in size."""
 
@@ -51,7 +52,7 @@ class OversizeCache(CostCache):
                 return []
             return file.execute(
                 f"SELECT signature FROM {OVERSIZE} "
-                f"WHERE kind = ? AND hardware = ? AND torch = ? AND free_bytes * {SAME_ROOM} >= ?",
+                f"WHERE {OF_DEVICE} AND free_bytes * {SAME_ROOM} >= ?",
                 [conditions.kind, conditions.hardware, conditions.torch, free_bytes],
             ).fetchall()
 
@@ -67,8 +68,7 @@ class OversizeCache(CostCache):
         with self._opened(write=True) as file:
             file.execute(TABLE)
             file.executemany(
-                f"DELETE FROM {OVERSIZE} "
-                "WHERE kind = ? AND hardware = ? AND torch = ? AND signature = ?",
+                f"DELETE FROM {OVERSIZE} WHERE {OF_DEVICE} AND signature = ?",
                 ((*where, signature) for signature in fitting),
             )
             file.executemany(

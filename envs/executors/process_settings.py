@@ -37,7 +37,7 @@ def end_idle_threads() -> None:
     """End the threads of OpenMP that wait for more work of this thread; new work starts them anew.
 
     They wait for some milliseconds without giving up their cores, which others may need by then.
-    New ones cost about 0.1 ms. Do nothing where the C library or its OpenMP knows no such call.
+    Do nothing where the C library or its OpenMP knows no such call.
     """
     pause = _openmp_pause()
     if pause is not None:

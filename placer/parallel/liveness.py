@@ -31,7 +31,7 @@ INTERVAL_S: Final = 0.5
 MISSED: Final = 4
 """A rank without a heartbeat for this many intervals is gone."""
 MOST_WAITS: Final = 10
-"""How often a rank waits so long when it does not get to its own heartbeats either."""
+"""The most such waits of a rank whose own heartbeats are late, too."""
 
 
 class PeerError(RuntimeError):

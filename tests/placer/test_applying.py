@@ -1,4 +1,4 @@
-"""Running and exporting a placement: what is wrong with it is told before a model is extracted."""
+"""Running and exporting a placement: a wrong one is refused before the model is extracted."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Staging:
             begins, event = self._in_flight[0]
             if begins < self._end - self._size_bytes:
                 event.synchronize()
-            elif not event.query():  # type: ignore[no-untyped-call]  # torch leaves it so
+            elif not event.query():  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 break
             self._in_flight.popleft()
         return start

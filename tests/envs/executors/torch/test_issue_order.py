@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from envs.executors.torch.placed_module import PlacedModule
 from envs.problem import Problem
@@ -20,6 +18,7 @@ from envs.torch_runtime.executor import placed_module
 from graphs.extract import Workload, extract
 from graphs.extract.placeable import CallGraph
 from tests.helpers.clusters import equal_costs, pair
+from tests.helpers.op_log import OpLog
 from tests.helpers.second_devices import DEVICES, second
 from tests.helpers.tiny_models import Plain
 
@@ -42,18 +41,6 @@ def branches() -> Workload:
     torch.manual_seed(0)
     layers = {name: nn.Linear(4, 4) for name in ("left", "right", "middle", "other")}
     return Workload.of(Plain(compute, **layers), (torch.randn(3, 4),))
-
-
-class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Records the names of ops as they are issued, by any thread."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def name_of(node: str) -> str:
@@ -89,7 +76,7 @@ def test_forward_and_backward_ops_are_issued_in_the_simulated_order(beside: bool
         where = [(second(), torch.device("cpu"))[d] for d in devices.tolist()]
         placed = placed_module(runtime.extraction, calls, where, priority.tolist())
         assert isinstance(placed, PlacedModule)
-        with Log() as log:
+        with OpLog() as log:
             placed.step(*extraction.step.inputs)
         for of_cpu in (False, True):
             assert part(log.names, of_cpu=of_cpu) == part(simulated, of_cpu=of_cpu)

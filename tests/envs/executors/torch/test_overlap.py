@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.staging import Staging
@@ -19,6 +18,7 @@ from graphs.extract import Workload, extract
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import is_fake
 from tests.helpers import tiny_models
+from tests.helpers.op_log import OpLog
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import DEVICES, FAKE, on_gpus, second
 from tests.helpers.tiny_models import Plain, squared
@@ -59,18 +59,6 @@ def test_random_placements_compute_the_same_and_send_as_much(seed: int, name: st
     assert_trains_alike(step, placed, steps=2)
 
 
-class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Records ops and copies between devices in launch order."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.usefixtures("second_device")  # vdev, which does what is launched at once
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) -> None:
@@ -80,7 +68,7 @@ def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) ->
     where = {c.key: CPU if c.key.startswith(on_host) else second() for c in calls}
     placed = PlacedModule(extraction, where, overlap=overlap)
     placed(*extraction.step.inputs)  # sends the weights
-    with torch.no_grad(), Log() as log:
+    with torch.no_grad(), OpLog() as log:
         placed(*extraction.step.inputs)
     made = log.names.index("addmm")
     read = log.names.index("addmm", made + 1)
