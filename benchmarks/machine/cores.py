@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from llvmlite import ir
@@ -31,6 +31,8 @@ TRIPS: Final = 2000
 REPEATS: Final = 3
 APART: Final = 4.0
 """Cores are apart when a round trip takes this many times the shortest one seen."""
+Step: TypeAlias = tuple[float, float, float]
+"""Seconds of a step, and of a round trip before and after it."""
 NAMES: Final = ("NASNet-A, training", "translation, inference", "transformer, inference")
 
 
@@ -102,7 +104,7 @@ def unplaced(name: str, seconds: float, found: dict[str, Any]) -> Table:
     step = extraction.step
     model = UnplacedModel(extraction, sorted(os.sched_getaffinity(0))[:2])
     model.step(*step.step_inputs, **step.keywords)
-    steps: list[tuple[float, float, float]] = []
+    steps: list[Step] = []
     trip_s, end_s = round_trip_s(), time.perf_counter() + seconds
     while time.perf_counter() < end_s:
         start_s = time.perf_counter()
@@ -110,32 +112,30 @@ def unplaced(name: str, seconds: float, found: dict[str, Any]) -> Table:
         step_s, before_s = time.perf_counter() - start_s, trip_s
         trip_s = round_trip_s()
         steps.append((step_s, before_s, trip_s))
-    limit_s = APART * min(min(before_s, after_s) for _, before_s, after_s in steps)
-    near_s = [each[0] for each in steps if max(each[1:]) < limit_s]
-    apart_s = [each[0] for each in steps if min(each[1:]) >= limit_s]
-    found.update(steps_s=steps, near_s=near_s, apart_s=apart_s)
+    limit_s = APART * min(min(each[1:]) for each in steps)
+    near = [each for each in steps if max(each[1:]) < limit_s]
+    apart = [each for each in steps if min(each[1:]) >= limit_s]
+    found.update(steps_s=steps, near=len(near), apart=len(apart))
+    ratio = f"{median_s(apart) / median_s(near):.2f}" if near and apart else "-"
     return Table(
         "Cores",
         "steps of the unplaced model on two cores while a cache line takes the shorter time there "
         "and back, and while it takes the longer; medians in ms, with the share of steps",
         ("model", "round trip ns", "shared cache", "round trip ns", "apart", "apart / shared"),
-        ((name, *_cells(steps, near_s), *_cells(steps, apart_s), _ratio(near_s, apart_s)),),
+        ((name, *_cells(near, len(steps)), *_cells(apart, len(steps)), ratio),),
     )
 
 
-def _cells(steps: list[tuple[float, float, float]], group_s: list[float]) -> tuple[str, str]:
-    trips_s = [after_s for step_s, _, after_s in steps if step_s in group_s]
-    if not group_s:
+def median_s(steps: list[Step]) -> float:
+    """Return the median time of some steps."""
+    return statistics.median(each[0] for each in steps)
+
+
+def _cells(steps: list[Step], count: int) -> tuple[str, str]:
+    if not steps:
         return "-", "-"
-    share = len(group_s) / len(steps)
-    trip_s, step_s = statistics.median(trips_s), statistics.median(group_s)
-    return f"{trip_s * 1e9:.0f}", f"{step_s * 1e3:.1f} ({share:.0%})"
-
-
-def _ratio(near_s: list[float], apart_s: list[float]) -> str:
-    if not (near_s and apart_s):
-        return "-"
-    return f"{statistics.median(apart_s) / statistics.median(near_s):.2f}"
+    trip_s = statistics.median(each[2] for each in steps)
+    return f"{trip_s * 1e9:.0f}", f"{median_s(steps) * 1e3:.1f} ({len(steps) / count:.0%})"
 
 
 def parts(effort: Effort) -> dict[str, Part]:

@@ -1,15 +1,17 @@
 """Runs of schedules in which ops take one core or both at once, beside the unplaced model.
 
-Each core has a worker, and so has the set of both: its ops run on two threads while the workers of
-the cores sleep. A worker that follows another one on a core waits for a value of it, so that an op
-of the set and ops of its cores never run at the same time.
+Each core has a worker, and so has the set of both, whose ops run on two threads. A worker that
+follows another one on a core waits for a value of it, so that an op of the set and ops of its cores
+never run at the same time. Waiting workers poll before they sleep
+(:data:`envs.executors.cores.compiled_list.SPIN_NS`), and so do the threads of the set, on cores
+that others need by then: this is a part of what a change costs here.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,8 +126,7 @@ def _unplaced_turn(model: UnplacedModel, step: Workload) -> TimedStep:
         model.step(*step.step_inputs, **step.keywords)
         return TimedStep(wall_s=time.perf_counter() - start_s)
 
-    timed: Callable[[], TimedStep] = once
-    done = turn(timed)
+    done = turn(once)
     end_idle_threads()
     return done
 

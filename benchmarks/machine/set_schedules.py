@@ -7,7 +7,7 @@ waits for ``change_s``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,6 @@ from benchmarks.machine.set_runs import BOTH, Plan
 from envs.compiled import compiled
 from graphs.graph import GraphArrays
 
-CHANGES_S: Final = (50e-6, 0.0)
 LONGEST_CHAIN: Final = 32
 PASSES: Final = 3
 
@@ -195,15 +194,18 @@ def best_s(
     return min(found, key=lambda one: one[0])
 
 
-def searched(costs: Costs, steps: int) -> Found:
-    """Search schedules on single cores, and with sets from these and from the unplaced model."""
+def searched(costs: Costs, steps: int, changes_s: Sequence[float]) -> Found:
+    """Search schedules on single cores, and with sets for each cost of a change.
+
+    Those with sets start from single cores and from the unplaced model.
+    """
     count = len(costs.graph)
     alone, together = np.zeros(count, np.int32), np.full(count, BOTH, np.int32)
     halves = np.random.default_rng(0).integers(0, 2, count).astype(np.int32)
     _, single = best_s(costs, 0.0, [alone, halves], 2, steps)
     single_s, single = best_s(costs, 0.0, [single, single], 2, steps)  # searched as much
     starts, found = [together, single], {}
-    for change_s in CHANGES_S:
+    for change_s in changes_s:
         found[change_s] = best_s(costs, change_s, starts, BOTH + 1, steps)
         starts = [*starts, found[change_s][1]]
     return Found(
@@ -222,3 +224,14 @@ def plan_of(costs: Costs, place: NDArray[np.int32], change_s: float) -> Plan:
     schedule_s(order_of(costs), place, *lists, hand_over_s, costs.cost_s, change_s, end_s)
     start_s = end_s - costs.cost_s[np.arange(len(place)), (place == BOTH).astype(np.intp)]
     return Plan(place=place, order=np.argsort(start_s, kind="stable"))
+
+
+def changes(plan: Plan) -> int:
+    """Return how often a core goes from an op of its own to one of the set, or back."""
+    count, user = 0, [-1, -1]
+    for op in plan.order:
+        where = plan.place[op]
+        for core in range(2) if where == BOTH else [where]:
+            count += user[core] not in (-1, where)
+            user[core] = where
+    return count

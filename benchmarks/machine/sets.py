@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.machine.set_runs import BOTH, measured_s
-from benchmarks.machine.set_schedules import CHANGES_S, Costs, plan_of, searched
+from benchmarks.machine.set_schedules import Costs, changes, plan_of, searched
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from envs.costs.ops import profile_runs
@@ -45,6 +45,9 @@ MODELS: Final[Mapping[str, str]] = {
     "mixture of experts": "moe.py:build",
     "recurrent language model": "rnnlm.py:build",
 }
+CHANGES_S: Final = (50e-6, 0.0)
+RUN_CHANGES_S: Final = (300e-6, 50e-6)
+"""Costs of a change in schedules that are run; the first is more than a waiting worker polls."""
 RUNS: Final = 9
 ROUNDS: Final = 15
 RAN: Final = (
@@ -79,7 +82,7 @@ def compared(name: str, steps: int, runs: int, found: dict[str, Any]) -> Table:
     for training in (True, False):
         costs = measured(extract(step_of(name, training=training)), first_cores(), runs)
         one_s, unplaced_s = costs.cost_s.sum(axis=0).tolist()
-        best = searched(costs, steps)
+        best = searched(costs, steps, CHANGES_S)
         least_s = min(best.single_s, unplaced_s)
         what = "training" if training else "inference"
         found[what] = {
@@ -111,32 +114,33 @@ def ran(
     """Run the schedules of a step, on single cores and with sets, and the unplaced model."""
     extraction, cores = extract(step_of(name, training=training)), first_cores()
     costs = measured(extraction, cores, runs)
-    best, change_s = searched(costs, steps), CHANGES_S[0]
-    plans = {
-        "single cores": plan_of(costs, best.single, 0.0),
-        "with sets": plan_of(costs, best.with_sets[change_s], change_s),
-    }
+    best = searched(costs, steps, RUN_CHANGES_S)
+    plans = {"single cores": plan_of(costs, best.single, 0.0)}
+    simulated_s = {"unplaced": float(costs.cost_s[:, 1].sum()), "single cores": best.single_s}
+    for change_s in RUN_CHANGES_S:
+        plan = plan_of(costs, best.with_sets[change_s], change_s)
+        plans[key := f"sets, {change_s * 1e6:.0f} us, {changes(plan)} changes"] = plan
+        simulated_s[key] = best.with_sets_s[change_s]
     step_s = measured_s(extraction, cores.devices, plans, rounds)
-    simulated_s = {
-        "unplaced": float(costs.cost_s[:, 1].sum()),
-        "single cores": best.single_s,
-        "with sets": best.with_sets_s[change_s],
-    }
     found.update(measured_s=step_s, simulated_s=simulated_s)
-    cells = (f"{times[key] * 1e3:.1f}" for times in (simulated_s, step_s) for key in simulated_s)
-    least_s = min(step_s["unplaced"], step_s["single cores"])
     what = f"{name}, {'training' if training else 'inference'}"
     return Table(
         "Core sets, run",
-        "schedules as simulated from costs without load, then as run in turn, medians in ms; the "
-        "ratio is with sets over the better of unplaced and single cores, as run",
-        (
-            "step",
-            *("unplaced", "single cores", "with sets"),
-            *(f"{key}, run" for key in ("unplaced", "single cores", "with sets")),
-            "ratio",
+        "schedules on single cores, and with sets for a cost of every change between core and set: "
+        "simulated from costs without load, then run in turn, medians in ms; and over the better "
+        "of unplaced and single cores, each",
+        ("step", "simulated", "run", "simulated / better", "run / better"),
+        tuple(
+            (
+                f"{what}: {key}",
+                *(f"{times[key] * 1e3:.1f}" for times in (simulated_s, step_s)),
+                *(
+                    f"{times[key] / min(times['unplaced'], times['single cores']):.2f}"
+                    for times in (simulated_s, step_s)
+                ),
+            )
+            for key in simulated_s
         ),
-        ((what, *cells, f"{step_s['with sets'] / least_s:.2f}"),),
     )
 
 

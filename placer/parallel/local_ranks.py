@@ -26,6 +26,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
+from envs.executors.process_settings import end_idle_threads
 from graphs.strict_json import brief
 from placer.parallel.processes import batch_threads
 
@@ -91,6 +92,9 @@ class LocalRanks:
             backend=backend,
             timeout_s=timeout_s,
         )
+        # OpenMP counts this process's threads in the copies, too; with more of them than cores the
+        # threads of a rank would sleep after every op.
+        end_idle_threads()
         try:
             for number in range(len(cores)):
                 self._start(place, number, work)

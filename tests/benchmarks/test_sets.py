@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.machine.set_runs import BOTH, Plan, lists_of, measured_s
-from benchmarks.machine.set_schedules import Costs, best_s, order_of, plan_of, schedule_s
+from benchmarks.machine.set_schedules import Costs, best_s, changes, order_of, plan_of, schedule_s
 from envs.executors.cores.instruction_lists import Receive, Run, Send
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, Workload, extract
@@ -159,3 +159,8 @@ def test_ops_are_ordered_by_their_starts() -> None:
     place = np.zeros(20, np.int32)
     plan = plan_of(costs, place, 0.0)
     assert plan.order.tolist() == order_of(costs).tolist()
+
+
+def test_changes_between_core_and_set_are_counted_by_core() -> None:
+    place = np.array([0, 1, BOTH, BOTH, 0, 1, 1, BOTH], np.int32)
+    assert changes(Plan(place=place, order=np.arange(8))) == 6

@@ -175,6 +175,7 @@ class WorkerPool:
         self.arena.close()
 
     def _check_apart(self, devices: Sequence[Device]) -> None:
+        """Raise a ValueError if devices overlap, whose ops the workers would run at once."""
         cores = [core for device in devices for core in cores_of(device.name)]
         if len(set(cores)) < len(cores):
             names = ", ".join(device.name for device in devices)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from envs.collectives import MeasuredAllReduce
+from envs.executors.process_settings import with_threads
 from envs.hardware.discover import physical_cores
 from envs.hardware.noise import Noise
 from placer.parallel import collectives
@@ -53,6 +54,31 @@ def sum_of_ranks(request: int) -> tuple[int, float, int, list[int]]:
     mine = torch.full((3,), float(request + dist.get_rank()))
     dist.all_reduce(mine)
     return os.getpid(), mine[0].item(), torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+
+
+def naps() -> int:
+    """Return how often threads of this process went to sleep by themselves."""
+    statuses = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+    lines = (line for status in statuses for line in status.splitlines())
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_of_a_rank_wait_for_the_next_op_awake() -> None:
+    cores, ops = sorted(os.sched_getaffinity(0))[:2], 500
+    numbers = torch.zeros(1 << 18)
+
+    def naps_in_ops(_: Any) -> int:
+        before = naps()
+        for _ in range(ops):
+            numbers.add_(1)
+        return naps() - before
+
+    with with_threads(2):
+        numbers.add_(1)  # threads of this process, which the rank does not have
+        with LocalRanks([cores], answering(naps_in_ops)) as ranks:
+            fewest = min(*ranks.ask(None), *ranks.ask(None), *ranks.ask(None))
+    assert fewest < ops
 
 
 def test_ranks_are_pinned_copies_of_this_process_in_one_group() -> None:
