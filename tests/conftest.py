@@ -106,6 +106,7 @@ def brief_measurements() -> Iterator[None]:
         patch.setattr("envs.core_runtime.runtime.FINAL_S", 0.0)
         patch.setattr("placer.parallel.trials.TRIALS_S", 0.0)
         patch.setattr("placer.parallel.trials.MOST_STEPS", 1)
+        patch.setattr("placer.parallel.collectives.PAUSE_S", 0.0)
         yield
 
 

@@ -41,6 +41,19 @@ def _extracted(name: str, extractor: str, optimizer: Optimizer | None) -> Extrac
     return extract(replace(made(name), optimizer=optimizer), extractor)
 
 
+@functools.cache
+def without_dropout(name: str) -> Extraction:
+    """Return the extraction of a transformer that trains, for tests that do not change it."""
+    return extract(tiny_transformers.without_dropout(name))
+
+
+@functools.cache
+def of_reference(name: str, training: bool) -> Extraction:
+    """Return the extraction of a reference model, for tests that do not change it."""
+    torch.manual_seed(0)
+    return extract(replace(tiny_reference_models.STEPS[name](), training=training))
+
+
 def made(name: str) -> Workload:
     torch.manual_seed(0)
     step = (STEPS | FURTHER)[name]()

@@ -17,8 +17,8 @@ from torch import nn
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
 from tests.fake_cuda.machine import is_fake
-from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
-from tests.helpers.extracted_steps import copied
+from tests.helpers import tiny_models, tiny_reference_models
+from tests.helpers.extracted_steps import copied, without_dropout
 from tests.helpers.in_turn import LARGE
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import CUDA as GPU
@@ -69,9 +69,9 @@ def extracted(name: str) -> Extraction:
 @functools.cache
 def extracted_once(name: str) -> Extraction:
     """Extract without dropout, because every device type has its own random numbers."""
-    torch.manual_seed(0)
     if name in TRANSFORMERS:
-        return extract(tiny_transformers.without_dropout(name))
+        return without_dropout(name)
+    torch.manual_seed(0)
     step = STEPS[name]()
     if name in DOUBLE:
         images, *rest = step.inputs
