@@ -98,7 +98,8 @@ def extracted(kind: type[nn.Module], form: str, extractor: str, training: bool) 
 
 def placed_in(form: str, runner: str, step: Workload) -> Any:
     """Place a step whose inputs have this form."""
-    kept = extracted(type(step.model), form, EXTRACTORS[runner], step.training)
+    kind: Any = type(step.model)  # to mypy, classes of modules have no hash
+    kept = extracted(kind, form, EXTRACTORS[runner], step.training)
     return RUNNERS[runner](replace(kept, step=step))
 
 
