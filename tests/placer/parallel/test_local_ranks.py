@@ -75,7 +75,7 @@ def naps() -> int:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_threads_of_a_rank_wait_for_the_next_op_awake() -> None:
-    cores, ops = sorted(os.sched_getaffinity(0))[:2], 500
+    cores, ops = tuple(sorted(os.sched_getaffinity(0))[:2]), 500
     numbers = torch.zeros(1 << 18)
 
     def naps_in_ops(_: Any) -> int:
@@ -86,7 +86,7 @@ def test_threads_of_a_rank_wait_for_the_next_op_awake() -> None:
 
     with with_threads(2):
         numbers.add_(1)  # threads of this process, which the rank does not have
-        with LocalRanks([cores], answering(naps_in_ops)) as ranks:
+        with LocalRanks([Seat(cores=cores)], answering(naps_in_ops)) as ranks:
             fewest = min(*ranks.ask(None), *ranks.ask(None), *ranks.ask(None))
     assert fewest < ops
 
