@@ -29,7 +29,7 @@ from benchmarks import (
     steps,
 )
 from benchmarks.coverage import campaign as coverage
-from benchmarks.machine import hosts, memory, overhead, sets
+from benchmarks.machine import cores, hosts, memory, overhead, sets
 from benchmarks.record import Effort, Part, Record
 from benchmarks.replicas import plans, scaling, slow_network, sync_methods, sync_quality
 from benchmarks.tables import Table, around_tables, merged, write_tables
@@ -50,6 +50,7 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "large": large,
     "max_load": max_load,
     "hosts": hosts,
+    "cores": cores,
     "sets": sets,
     "steps": steps,
     "memory": memory,

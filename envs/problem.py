@@ -49,34 +49,33 @@ class HostThreads:
     launch_ns: Longs  # (D,) that an op occupies its thread; 0 on synchronous devices
     synchronous: Bools  # (D,) an op occupies its thread until it ends
     overlap: Bools  # (D,) copies from the device run beside its ops
+    staging_bytes_per_s: Floats  # (D,) at which the thread writes what is sent so; may be inf
     autograd: bool
 
     @classmethod
-    def of(
-        cls,
-        hosts: Sequence[Host],
-        names: Sequence[str],
-        kinds: Sequence[str],
-        launch_s: Sequence[float],
-    ) -> HostThreads | None:
-        """Return the threads of devices, given by name, kind and launch; None without hosts."""
+    def of(cls, hosts: Sequence[Host], devices: Sequence[Device]) -> HostThreads | None:
+        """Return the threads of devices; None without hosts."""
         if not hosts:
             return None
+        names = [device.name for device in devices]
         number = {name: k for k, host in enumerate(hosts) for name in host.devices}
         launched = [
-            name in number and not is_synchronous(name, kind)
-            for name, kind in zip(names, kinds, strict=True)
+            device.name in number and not is_synchronous(device.name, device.kind)
+            for device in devices
         ]
         for name in names:
             number.setdefault(name, len(number) + len(hosts))
         threads = [number[name] for name in names]
         overlapping = {name for host in hosts if host.overlap for name in host.devices}
-        launch_ns = np.rint(np.array(launch_s) * 1e9)
+        launch_ns = np.rint(np.array([device.launch_s for device in devices]) * 1e9)
+        # an op that copies reads and writes every byte, if the rate of the device is known
+        staging = np.nan_to_num([d.bandwidth_bytes_per_s / 2 for d in devices], nan=np.inf)
         return cls(
             thread=np.unique(threads, return_inverse=True)[1].astype(np.int32),
             launch_ns=np.where(launched, launch_ns, 0).astype(np.int64),
             synchronous=~np.array(launched),
             overlap=np.array([name in overlapping for name in names]),
+            staging_bytes_per_s=np.where(launched, np.inf, staging),
             autograd=any(host.autograd for host in hosts),
         )
 
@@ -180,12 +179,7 @@ class Problem:
     @classmethod
     def of(cls, graph: GraphArrays, cluster: Cluster) -> Problem:
         """Build the problem of placing a graph on a cluster."""
-        hosts = HostThreads.of(
-            cluster.hosts,
-            cluster.names,
-            [device.kind for device in cluster.devices],
-            [device.launch_s for device in cluster.devices],
-        )
+        hosts = HostThreads.of(cluster.hosts, cluster.devices)
         allowed, cost_ns = _costs(graph, cluster, hosts)
         links = LinkTables.of(cluster)
         return cls(

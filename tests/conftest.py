@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from envs.measured import FEWEST_ROUNDS
 from graphs.graph_file import save_graph
 from graphs.synthetic.shapes import layered
 from tests.helpers.clusters import CLUSTER
@@ -95,6 +96,20 @@ def same_free_memory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def brief_measurements() -> Iterator[None]:
+    """Measure on cores in few runs: tests need times that are real, not that are accurate."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WARM_UP", "REPEATS", "HAND_OFF_REPEATS"):
+            patch.setattr(f"envs.costs.calibrate.{name}", 1)
+        patch.setattr("envs.measured.TURN_S", 0.0)
+        patch.setattr("envs.core_runtime.runtime.FINAL_S", 0.0)
+        patch.setattr("placer.parallel.trials.TRIALS_S", 0.0)
+        patch.setattr("placer.parallel.trials.MOST_STEPS", 1)
+        patch.setattr("placer.parallel.collectives.PAUSE_S", 0.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Seed the generators of models and inputs, so that the order of tests does not matter."""
@@ -138,17 +153,20 @@ def files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
-    """Provide a second torch device and a quick calibration that is kept for one test.
+    """Provide a second torch device, quick measurements, and a cache that is kept for one test.
 
     It is vdev, for tests marked ``gpu`` a GPU, or what a test gives with ``indirect=True``.
     """
     from envs.costs import torch_speeds
-    from envs.torch_runtime import executor
+    from envs.torch_runtime import executor, runtime
 
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(torch_speeds, "MOST_CALLS", 2)
     monkeypatch.setattr(executor, "TURN_S", 0.0)
+    monkeypatch.setattr(executor, "MOST_WARM_UP", 1)
+    monkeypatch.setattr(runtime, "DEFAULT_ROUNDS", FEWEST_ROUNDS)
     is_real = request.node.get_closest_marker("gpu") is not None
     with opened_device(getattr(request, "param", "cuda" if is_real else VDEV)):
         yield

@@ -54,7 +54,10 @@ def compared(name: str, budget: str, found: dict[str, Any]) -> Table:
         ratios = (ratio_of(each) for each in (before, split))
         model = f"{name}{'*' if any(found['busy']) else ''}"
         rows.append((f"{model}: {split.name}{chosen}", f"{split.measured_s * 1e3:.1f}", *ratios))
-    note = "predicted over measured step of a first plan, and of a second; *: on a BUSY machine"
+    note = (
+        "predicted over measured step of a first plan, and of a second, which predicts splits that "
+        "ran from their runs; *: on a BUSY machine"
+    )
     columns = ("plan: replicas x cores", "measured ms", "first", "second")
     return Table("Plans of replicas on two cores", note, columns, tuple(rows))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.steps.models import MODELS
 from envs.backend import StepResult
 from envs.hardware.discover import discover
+from envs.measured import Failure, LoadedStep, TimedStep
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import Runtime, costed_problem, runtime_for
@@ -69,6 +72,27 @@ class Answer:
             if not result.feasible:
                 raise RuntimeError(f"a placement of {self.name} cannot run: {result.why}")
         return results
+
+    @contextmanager
+    def turns(self, placements: Sequence[Placement]) -> Iterator[list[Callable[[], TimedStep]]]:
+        """Load placements in new workers; give a function for each that measures a turn of it."""
+        with self.runtime.backend(self.problem) as backend, ExitStack() as loaded:
+            steps = [backend.executor.load(placement) for placement in placements]
+            for step in steps:
+                if not isinstance(step, Failure):
+                    loaded.callback(step.close)
+            yield [partial(self._turn, step) for step in steps]
+
+    def _turn(self, step: LoadedStep | Failure) -> TimedStep:
+        """Measure a turn of a step.
+
+        Raises:
+            RuntimeError: it cannot run.
+        """
+        done = step if isinstance(step, Failure) else step.run()
+        if isinstance(done, Failure):
+            raise RuntimeError(f"a placement of {self.name} cannot run: {done.reason}")
+        return done
 
 
 class Answers:

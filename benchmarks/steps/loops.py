@@ -1,11 +1,16 @@
-"""The loop that users write, ``placed.step`` and then the optimizer, against the unplaced one."""
+"""The loop that users write, ``placed.step`` and then the optimizer, against the unplaced one.
+
+In the same rounds the steps are measured as a search measures them, in workers of their own.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,37 +28,69 @@ LEARNING_RATE: Final = 1e-6
 
 
 def loop(answers: Answers, name: str, rounds: int, found: dict[str, Any]) -> Table:
-    """Time turns of the placed and of the unplaced loop, one after the other."""
+    """Time turns of the placed loop, the unplaced loop and both measured steps, in turn."""
     answer = answers.of(name)
     result, extraction = answer.result, answer.extraction
     twin = step_copy(extraction.step)
     [device] = answer.unplaced.placement.used_devices
     unplaced = UnplacedModel(replace(extraction, step=twin), cores_of(device))
     step = extraction.step
-    with placer.apply(step.model, result, optimizer=step.optimizer) as placed:
-        loops = [looped(placed, step), looped(unplaced, twin)]
-        pairs = [[turn(each).wall_s for each in loops] for _ in range(rounds + 1)][1:]
-    ratios = [unplaced_s / placed_s for placed_s, unplaced_s in pairs]
+    both = [result.best.placement, answer.unplaced.placement]
+    with ExitStack() as opened:
+        placed = opened.enter_context(placer.apply(step.model, result, optimizer=step.optimizer))
+        turns: list[Callable[[], TimedStep]] = [
+            partial(turn, looped(placed, step)),
+            partial(turn, looped(unplaced, twin)),
+            *opened.enter_context(answer.turns(both)),
+        ]
+        found["rounds_s"] = rounds_s = rounds_of(turns, rounds)
+    loops = [row[1] / row[0] for row in rounds_s]
+    steps = [row[3] / row[2] for row in rounds_s]
     said = answer.unplaced.ranking_s(contended=False) / result.best.ranking_s(contended=False)
-    ratio = statistics.median(ratios)
-    placed_s, unplaced_s = (statistics.median(own) for own in zip(*pairs, strict=True))
-    found.update(pairs_s=pairs, unplaced_over_placed=ratios, verdict=said)
+    ratio = statistics.median(loops)
+    placed_s, unplaced_s, *_ = map(statistics.median, zip(*rounds_s, strict=True))
+    found.update(unplaced_over_placed=loops, measured=steps, verdict=said)
     return Table(
         "Loops",
         "a step and torch's optimizer, medians in ms by the wall clock; the unplaced loop's time "
-        "over that of the answer, median and range of paired turns, and over what was measured",
-        ("model", "answer", "its loop", "unplaced", "unplaced / answer", "as measured"),
+        "over that of the answer, median and range of paired turns; and over the same ratio of "
+        "steps measured in these rounds, and of the search's last runs",
+        (
+            "model",
+            "answer",
+            "its loop",
+            "unplaced",
+            "unplaced / answer",
+            "of these rounds",
+            "of the search",
+        ),
         (
             (
                 name,
                 result.best.name,
                 f"{placed_s * 1e3:.1f}",
                 f"{unplaced_s * 1e3:.1f}",
-                spread(ratios, ".2f"),
+                spread(loops, ".2f"),
+                f"{ratio / statistics.median(steps):.2f}",
                 f"{ratio / said:.2f}",
             ),
         ),
     )
+
+
+def rounds_of(turns: Sequence[Callable[[], TimedStep]], rounds: int) -> list[list[float]]:
+    """Return the seconds of all turns in each round, after an uncounted one.
+
+    Each round starts with another turn, as in measuring.
+    """
+    rounds_s = []
+    for number in range(rounds + 1):
+        row = [0.0] * len(turns)
+        for place in range(len(turns)):
+            at = (place + number) % len(turns)
+            row[at] = turns[at]().wall_s
+        rounds_s.append(row)
+    return rounds_s[1:]
 
 
 def looped(model: Any, step: Workload) -> Callable[[], TimedStep]:

@@ -6,12 +6,13 @@ by.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from envs.compiled import compiled_borrowing
-from envs.problem import Bools, Floats, Ints, Longs, Problem, transfer_ns
+from envs.problem import Bools, Floats, Ints, Longs, Problem
+from envs.simulator.paths import UNREACHABLE_NS, Paths, paths_of
 from envs.simulator.time_units import in_units, unit_for
 from graphs.graph import PHASES, GraphArrays
 
@@ -20,32 +21,22 @@ WEIGHT: Final = 1 << 16
 """Average integer weight per device."""
 MOST_WEIGHT: Final = 1 << 24
 """Maximum sum of the integer weights of all devices."""
-LARGEST_REACH: Final = 4096
-"""Largest graph (ops) for which ancestors are computed; that takes N * N bytes."""
-UNREACHABLE_NS: Final = 1 << 60
-"""Stands for an impossible time; sums of a few such values stay within 63 bits."""
 
 
 def lower_bound_ns(problem: Problem) -> int:
     """Return the nanoseconds that every step takes at least; about 0.05 s for 1,000 ops.
 
     Two bounds hold, so the larger one counts. One is the pace, see :func:`pace_ns`. The other is,
-    for every op, the time before it, its cost and the time after it. Before and after are each
-    bounded by the longest path, with every op and its inputs each on the device that is best for
-    this path (transfers count where no choice of devices avoids them at less cost), or by the work
-    of all ancestors or descendants. With hosts, launches count by the pace of their threads, see
-    :func:`thread_pace_ns`. A ValueError says why no placement can run, see
-    :func:`missing_link`.
+    for every op, the time before it, its cost and the time after it, see :func:`paths_of`. With
+    hosts, launches count by the pace of their threads, see :func:`thread_pace_ns`. A ValueError
+    says why no placement can run, see :func:`missing_link`.
     """
     problem, unit_ns = _counted(problem)
-    head, tail = paths = _paths(problem)
+    shares, total = _shares(problem.cost_ns, problem.allowed)
+    paths = paths_of(problem, shares // total)
     if reason := _missing_link(problem, paths):
         raise ValueError(reason)
-    shares, total = _shares(problem.cost_ns, problem.allowed)
-    if problem.op_count <= LARGEST_REACH:
-        before, after = _work_around(problem, shares // total)
-        head, tail = np.maximum(head, before), np.maximum(tail, after)
-    around = int(_around(problem, head, tail).max())
+    around = int(_around(problem, *paths).max())
     return unit_ns * max(_rounded_up(shares, total), around, thread_pace_ns(problem))
 
 
@@ -93,7 +84,7 @@ def load_bound_ns(problem: Problem) -> int:
 def missing_link(problem: Problem) -> str:
     """Return the reason that missing links let no placement run, or ""."""
     problem, _ = _counted(problem)
-    return "" if problem.connected.all() else _missing_link(problem, _paths(problem))
+    return "" if problem.connected.all() else _missing_link(problem, paths_of(problem))
 
 
 def _counted(problem: Problem) -> tuple[Problem, int]:
@@ -102,7 +93,7 @@ def _counted(problem: Problem) -> tuple[Problem, int]:
     return in_units(problem, unit_ns, round_down=True), unit_ns
 
 
-def _missing_link(problem: Problem, paths: _Paths) -> str:
+def _missing_link(problem: Problem, paths: Paths) -> str:
     graph, names = problem.graph, np.array(problem.cluster.names)
     stuck = np.flatnonzero(_around(problem, *paths) >= UNREACHABLE_NS)
     if not len(stuck):
@@ -163,99 +154,6 @@ def _shares(cost_ns: Longs, allowed: Bools) -> tuple[Longs, int]:
 def _rounded_up(shares: Longs, total: int) -> int:
     summed: list[int] = shares.tolist()
     return -(-sum(summed) // total)
-
-
-def _work_around(problem: Problem, shares: Longs) -> tuple[Longs, Longs]:
-    """Return the least work of all ancestors and of all descendants of each op, (N, 1) each."""
-    graph, count = problem.graph, problem.op_count
-    start, predecessors = graph.predecessor_start.tolist(), graph.predecessors
-    ancestor = np.zeros((count, count), np.bool_)  # [i, u]: u is an ancestor of i
-    for i in graph.topological.tolist():
-        direct = predecessors[start[i] : start[i + 1]]
-        if len(direct):
-            ancestor[i] = ancestor[direct].any(axis=0)
-            ancestor[i, direct] = True
-    # Rounded down to what float sums of 2**12 terms represent exactly; a bound stays a bound.
-    whole = shares.astype(np.float64)
-    before, after = ancestor @ whole, whole @ ancestor
-    return before.astype(np.int64)[:, None], after.astype(np.int64)[:, None]
-
-
-class _Paths(NamedTuple):
-    """Lower bounds in ns on the time before (head) and after (tail) each op on each device, (N, D).
-
-    Each edge uses the best device for the op at its other end, independently of other paths, so
-    these are lower bounds. Values of ``UNREACHABLE_NS`` or more mean that no placement is allowed.
-    """
-
-    head_ns: Longs
-    tail_ns: Longs
-
-
-def _paths(problem: Problem) -> _Paths:
-    """Compute the paths of a problem, in time O(E * D * D)."""
-    graph = problem.graph
-    shape = (problem.op_count, problem.device_count)
-    head, tail = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    _fill_longest(
-        graph.topological.copy(),
-        graph.predecessor_start.copy(),
-        graph.predecessors.copy(),
-        graph.edge_bytes[graph.predecessor_edge],
-        np.where(problem.allowed, problem.cost_ns, UNREACHABLE_NS),
-        problem.latency_s.copy(),
-        problem.bandwidth_bytes_per_s.copy(),
-        problem.connected.copy(),
-        np.zeros((problem.device_count, problem.device_count), np.int64),
-        head,
-        tail,
-    )
-    return _Paths(head_ns=head, tail_ns=tail)
-
-
-@compiled_borrowing
-def _fill_longest(
-    topological: Ints,
-    predecessor_start: Ints,
-    predecessors: Ints,
-    edge_bytes: Longs,
-    cost_ns: Longs,
-    latency_s: Floats,
-    bandwidth_bytes_per_s: Floats,
-    connected: Bools,
-    moved: Longs,
-    head: Longs,
-    tail: Longs,
-) -> None:
-    """Fill ``head`` and ``tail`` (N, D), initially 0; ``moved`` (D, D) is scratch space."""
-    count, devices = cost_ns.shape
-    for step in range(2 * count):
-        forward = step < count
-        v = topological[step] if forward else topological[2 * count - 1 - step]
-        for e in range(predecessor_start[v], predecessor_start[v + 1]):
-            u = predecessors[e]
-            for s in range(devices):
-                for d in range(devices):
-                    if s == d:
-                        moved[s, d] = 0
-                    elif connected[s, d]:
-                        moved[s, d] = transfer_ns(
-                            latency_s[s, d], edge_bytes[e], bandwidth_bytes_per_s[s, d]
-                        )
-                    else:
-                        moved[s, d] = UNREACHABLE_NS
-            for here in range(devices):
-                least = UNREACHABLE_NS
-                for there in range(devices):
-                    if forward:
-                        time = head[u, there] + cost_ns[u, there] + moved[there, here]
-                    else:
-                        time = moved[here, there] + cost_ns[v, there] + tail[v, there]
-                    least = min(least, time)
-                if forward:
-                    head[v, here] = max(head[v, here], least)
-                else:
-                    tail[u, here] = max(tail[u, here], least)
 
 
 def levels(graph: GraphArrays, edge: Floats, cost: Floats) -> tuple[Floats, Floats]:

@@ -65,7 +65,13 @@ def in_units(problem: Problem, unit_ns: int, *, round_down: bool = False) -> Pro
         cost_ns=cost_ns,
         latency_s=frozen(latency_s),
         bandwidth_bytes_per_s=frozen(problem.bandwidth_bytes_per_s * unit_ns),
-        hosts=None if hosts is None else replace(hosts, launch_ns=counted(hosts.launch_ns)),
+        hosts=None
+        if hosts is None
+        else replace(
+            hosts,
+            launch_ns=counted(hosts.launch_ns),
+            staging_bytes_per_s=hosts.staging_bytes_per_s * unit_ns,
+        ),
         load=None
         if load is None
         else replace(load, extra_ns=frozen(counted(problem.cost_ns + load.extra_ns) - cost_ns)),

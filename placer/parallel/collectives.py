@@ -1,7 +1,8 @@
-"""Calibration of collectives: all-reduces between ranks that are pinned to cores of this machine.
+"""Calibration of collectives: all-reduces between ranks on cores or GPUs of this machine.
 
 They are run as in training, by :class:`placer.parallel.GradSync`, so the division by the number of
-ranks counts, too. Hierarchical ones are measured for the levels that a plan has.
+ranks counts, too. Hierarchical ones are measured for the levels that a plan has. Ranks on cores are
+pinned to them and use gloo; a rank on a GPU sees no other one and uses NCCL.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,25 +24,62 @@ import torch
 from torch import nn
 
 from envs.collectives import MeasuredAllReduce
+from envs.costs.torch_speeds import burst
 from envs.hardware.cache_folder import cache_folder, host, processor
-from envs.hardware.discover import cores_of
+from envs.hardware.discover import cores_of, is_core
 from envs.hardware.noise import noise_of
+from envs.hardware.torch_devices import driver_version, kind_of, torch_device, uuid_of
 from envs.measurement import CONTENDED
 from graphs.files import write_whole
 from graphs.strict_json import array, fields, load_checked, number, text, whole
 from placer.parallel.grad_sync import GradSync
-from placer.parallel.local_ranks import LocalRanks
+from placer.parallel.local_ranks import LocalRanks, Seat
 from placer.parallel.methods.reductions import AllReduce, Hierarchical
 
 FORMAT: Final = "placer-collectives/1"
 PREFIX: Final = "collectives-"
-BACKEND: Final = "gloo"
 SIZES: Final = (64 << 10, 1 << 20, 16 << 20)
 REPEATS: Final = 9
 WARM_UP: Final = 2
+LIMIT_S: Final = 120.0
+"""Limit on the start of ranks, and on all reductions of one size."""
 READINGS: Final = 3
 PAUSE_S: Final = 0.5
 """Number of readings of the noise of cores, and the time between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """What reduces between ranks on devices of one kind, and how such ranks are started."""
+
+    name: str
+    backend: str  # of the process group, as in ``placer.run``
+    device: str  # where gradients are
+    sizes: tuple[int, ...] = SIZES
+    forked: bool = True
+    limit_s: float = LIMIT_S
+
+
+GLOO: Final = Transport(name="gloo", backend="gloo", device="cpu")
+NCCL: Final = Transport(
+    name="nccl",
+    backend="cpu:gloo,cuda:nccl",
+    device="cuda:0",
+    sizes=(*SIZES, 64 << 20),
+    forked=False,
+)
+
+
+def transport_of(devices: Sequence[str]) -> Transport:
+    """Return what reduces between ranks on these devices: all cores, or all GPUs."""
+    return GLOO if all(map(is_core, devices)) else NCCL
+
+
+def seat_of(device: str) -> Seat:
+    """Return the seat of a rank on a set of cores or a GPU."""
+    if is_core(device):
+        return Seat(cores=tuple(cores_of(device)))
+    return Seat(gpu=f"GPU-{uuid_of(torch_device(device)).removeprefix('GPU-')}")
 
 
 def rank_counts(most: int) -> list[int]:
@@ -52,16 +91,17 @@ def rank_counts(most: int) -> list[int]:
     return sorted({*(1 << k for k in range(1, most.bit_length()) if 1 << k < most), most} - {0, 1})
 
 
-def core_collectives(
+def known_collectives(
     devices: Sequence[str], levels: Collection[tuple[int, ...]] = (), *, fresh: bool = False
 ) -> MeasuredAllReduce:
-    """Return the all-reduces between ranks on these cores, from the cache or measured now.
+    """Return the all-reduces between ranks on these devices, from the cache or measured now.
 
-    Hierarchical ones are measured for these ``levels``: ranks at each, innermost first. ``fresh``
-    ignores the cache. Measurements are not kept where other processes used the cores.
+    Devices are all sets of cores, or all GPUs, of this machine. Hierarchical reductions are
+    measured for these ``levels``: ranks at each, innermost first. ``fresh`` ignores the cache.
+    Measurements are not kept where other processes used the cores.
 
     Raises:
-        RankError: the ranks cannot be started.
+        RankError: the ranks cannot be started, or one failed or took too long.
     """
     path = _path(devices)
     known = None if fresh else _load(path)
@@ -69,12 +109,12 @@ def core_collectives(
     missing = sorted(set(levels) - found)
     if known is not None and not missing:
         return known
-    cores = [cores_of(name) for name in devices]
-    measured = known or measure(cores)
+    transport, seats = transport_of(devices), [seat_of(name) for name in devices]
+    measured = known or measure(transport, seats)
     if missing:
-        by_level = sorted([*measured.by_level, *measure_levels(cores, missing)])
+        by_level = sorted([*measured.by_level, *measure_levels(transport, seats, missing)])
         measured = replace(measured, by_level=tuple(by_level))
-    if not contended(sorted({core for each in cores for core in each})):
+    if not contended(sorted({core for seat in seats for core in seat.cores})):
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(path, json.dumps(_to_dict(measured), indent=1) + "\n")
@@ -82,45 +122,52 @@ def core_collectives(
 
 
 def measure(
-    cores: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, repeats: int = REPEATS
+    transport: Transport, seats: Sequence[Seat], repeats: int = REPEATS
 ) -> MeasuredAllReduce:
-    """Time all-reduces of some sizes between the first 2, 4, ... of these ranks.
+    """Time all-reduces between the first 2, 4, ... ranks on these seats.
 
     Other load only adds time, so the lower quartile counts.
     """
     times = []
-    for count in rank_counts(len(cores)):
-        for size_bytes, seconds in _times(cores[:count], (), sizes, repeats):
+    for count in rank_counts(len(seats)):
+        for size_bytes, seconds in reduction_s(transport, seats[:count], repeats=repeats):
             times.append((count, size_bytes, seconds))
-    return MeasuredAllReduce(BACKEND, tuple(times))
+    return MeasuredAllReduce(transport.name, tuple(times))
 
 
 def measure_levels(
-    cores: Sequence[Sequence[int]],
+    transport: Transport,
+    seats: Sequence[Seat],
     levels: Collection[tuple[int, ...]],
-    sizes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
 ) -> list[tuple[tuple[int, ...], int, float]]:
-    """Time hierarchical all-reduces of some sizes between the first of these ranks."""
+    """Time hierarchical all-reduces between the first ranks on these seats."""
     return [
         (each, size_bytes, seconds)
         for each in levels
-        for size_bytes, seconds in _times(cores[: math.prod(each)], each, sizes, repeats)
+        for size_bytes, seconds in reduction_s(
+            transport, seats[: math.prod(each)], each, repeats=repeats
+        )
     ]
 
 
-def _times(
-    cores: Sequence[Sequence[int]],
-    levels: tuple[int, ...],
-    sizes: Sequence[int],
-    repeats: int,
+def reduction_s(
+    transport: Transport,
+    seats: Sequence[Seat],
+    levels: tuple[int, ...] = (),
+    *,
+    repeats: int = REPEATS,
 ) -> list[tuple[int, float]]:
     """Return (bytes, seconds) of all-reduces between ranks, by these levels if there are any."""
-    with LocalRanks(cores, _handler) as ranks:
-        return [
-            (size, statistics.quantiles(ranks.ask((levels, size, repeats))[0], n=4)[0])
-            for size in sizes
-        ]
+    limit_s = transport.limit_s
+    with LocalRanks(
+        seats, _handler, backend=transport.backend, forked=transport.forked, timeout_s=limit_s
+    ) as ranks:
+        times_s = {
+            size: ranks.ask((transport.device, levels, size, repeats), limit_s)[0]
+            for size in transport.sizes
+        }
+    return [(size, statistics.quantiles(each, n=4)[0]) for size, each in times_s.items()]
 
 
 def contended(cores: Sequence[int]) -> bool:
@@ -133,30 +180,39 @@ def contended(cores: Sequence[int]) -> bool:
     return True
 
 
-def _handler() -> Callable[[tuple[tuple[int, ...], int, int]], list[float]]:
+def _handler() -> Callable[[tuple[str, tuple[int, ...], int, int]], list[float]]:
     return lambda request: reduction_times_s(*request)
 
 
-def reduction_times_s(levels: tuple[int, ...], size_bytes: int, repeats: int) -> list[float]:
-    """Time the reductions of one bucket on this rank, by these levels if there are any."""
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(size_bytes // 4))
+def reduction_times_s(
+    device: str, levels: tuple[int, ...], size_bytes: int, repeats: int
+) -> list[float]:
+    """Time the reductions of one bucket on this rank, by these levels if there are any.
+
+    On a GPU the launch of the first kernel counts, too.
+    """
+    module, target = nn.Module(), torch.device(device)
+    module.weight = nn.Parameter(torch.zeros(size_bytes // 4, device=target))
     gradients = GradSync(
         module, reduction=partial(Hierarchical, levels=levels) if levels else AllReduce
     )
     seconds = []
     for _ in range(WARM_UP + repeats):
         gradients.zero_grad()
-        began = time.perf_counter()
-        gradients.finish()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(burst(gradients.finish, [target], 1))
     gradients.close()
     return seconds[WARM_UP:]
 
 
 def _path(devices: Sequence[str]) -> Path:
-    key = "\n".join([host(), processor(), torch.__version__, BACKEND, *devices])
-    return cache_folder() / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    transport = transport_of(devices)
+    key = [host(), processor(), torch.__version__, transport.name, *devices]
+    if transport is NCCL:
+        gpus = [torch_device(name) for name in devices]
+        key += [driver_version(), *map(kind_of, gpus), *map(uuid_of, gpus)]
+        key += sorted(f"{name}={each}" for name, each in os.environ.items() if "NCCL" in name)
+    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
+    return cache_folder() / f"{PREFIX}{digest}.json"
 
 
 def _to_dict(measured: MeasuredAllReduce) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Ranks on this machine for measurements: forked copies of this process in one process group.
+"""Ranks on this machine for measurements: processes that this one starts, in one process group.
 
-A fork has the model, whatever it is made of, and its extraction: nothing is imported, pickled or
-extracted again. It is made from a thread of its own, since OpenMP's threads belong to the thread
-that used them, and would be missing in the copy.
+Ranks on cores are forked. A fork has the model, whatever it is made of, and its extraction: nothing
+is imported, pickled or extracted again. It is made from a thread of its own, since OpenMP's threads
+belong to the thread that used them, and would be missing in the copy. A fork cannot use CUDA if
+this process does, so ranks on GPUs are new processes of Python.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import gc
 import os
 import select
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +29,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
+from envs.executors.process_settings import end_idle_threads
 from graphs.strict_json import brief
 from placer.parallel.processes import batch_threads
 
@@ -39,42 +43,59 @@ class RankError(RuntimeError):
     """A rank failed, or does not answer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a rank has to itself.
+
+    Attributes:
+        cores: the cores that it is pinned to, with as many of torch's threads; if there are none,
+            it has those of this process.
+        gpu: the only GPU that it sees, as ``CUDA_VISIBLE_DEVICES`` names it; "" is none.
+    """
+
+    cores: tuple[int, ...] = ()
+    gpu: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One forked rank, identified by a pidfd, and its pipe."""
+    """One rank, identified by a pidfd, its pipe, and what waits until it has ended."""
 
-    pid: int
     descriptor: int
     pipe: Connection
+    reap: Callable[[], object]
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        self.reap()
         os.close(self.descriptor)
         self.pipe.close()
 
 
 class LocalRanks:
-    """Ranks pinned to cores of this machine that answer requests. Use as a context manager.
+    """Ranks on cores or GPUs of this machine that answer requests. Use as a context manager.
 
     They end with this object, or with this process. After a RankError they are of no use.
     """
 
     def __init__(
         self,
-        cores: Sequence[Sequence[int]],
+        seats: Sequence[Seat],
         work: Callable[[], Handler],
         *,
         backend: str = "gloo",
+        forked: bool = True,
         timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Start a rank per set of cores, each with as many of torch's threads.
+        """Start a rank per seat.
 
         Args:
-            cores: the cores of each rank.
-            work: called on every rank, when all have joined; returns what answers requests.
+            seats: what each rank has to itself.
+            work: called on every rank, when all have joined; returns what answers requests. Without
+                forks it is a function of a module.
             backend: that of the process group.
+            forked: whether ranks are copies of this process, which must not use CUDA.
             timeout_s: limit on collectives, and on the time until all ranks are ready.
 
         Raises:
@@ -86,14 +107,18 @@ class LocalRanks:
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory()
         place = _Place(
-            cores=tuple(map(tuple, cores)),
+            seats=tuple(seats),
             store=str(Path(self._folder.name, "store")),
             backend=backend,
             timeout_s=timeout_s,
         )
+        # OpenMP counts this process's threads in the copies, too; with more of them than cores the
+        # threads of a rank would sleep after every op.
+        end_idle_threads()
         try:
-            for number in range(len(cores)):
-                self._start(place, number, work)
+            start = self._forked if forked else self._new
+            for number in range(len(seats)):
+                self._start(start, place, number, work)
             self._answers(timeout_s)
         except BaseException:
             self.close()
@@ -133,22 +158,16 @@ class LocalRanks:
         if interrupt is not None:
             raise interrupt
 
-    def _start(self, place: _Place, number: int, work: Callable[[], Handler]) -> None:
+    def _start(
+        self, start: _Start, place: _Place, number: int, work: Callable[[], Handler]
+    ) -> None:
         ours, theirs = Pipe()
-        parent = os.getpid()
 
-        def fork() -> None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
-                pid = os.fork()
-            if not pid:
-                for rank in self._ranks:
-                    rank.pipe.close()
-                ours.close()
-                _serve(parent, place, number, theirs, work)
-            self._ranks.append(_Rank(pid, os.pidfd_open(pid), ours))
+        def run() -> None:
+            pid, reap = start(place, number, work, ours, theirs)
+            self._ranks.append(_Rank(os.pidfd_open(pid), ours, reap))
 
-        thread = threading.Thread(target=fork, name="fork")
+        thread = threading.Thread(target=run, name="start of a rank")
         thread.start()
         try:
             thread.join()
@@ -158,6 +177,53 @@ class LocalRanks:
         if len(self._ranks) <= number:
             ours.close()
             raise RankError("the system does not start another process")
+
+    def _forked(
+        self,
+        place: _Place,
+        number: int,
+        work: Callable[[], Handler],
+        ours: Connection,
+        theirs: Connection,
+    ) -> tuple[int, Callable[[], object]]:
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+            pid = os.fork()
+        if not pid:
+            for rank in self._ranks:
+                rank.pipe.close()
+            ours.close()
+            _serve(parent, place, number, theirs, work)
+        return pid, lambda: os.waitpid(pid, 0)
+
+    @staticmethod
+    def _new(
+        place: _Place,
+        number: int,
+        work: Callable[[], Handler],
+        ours: Connection,
+        theirs: Connection,
+    ) -> tuple[int, Callable[[], object]]:
+        # The rank must find this package, whatever is in its working directory (hence -P); last on
+        # the path, so that files beside the package hide no other module.
+        root = str(Path(__file__).resolve().parents[2])
+        start = (
+            f"import sys; sys.path.append({root!r}); "
+            "import placer.parallel.local_ranks as ranks; ranks.serve_from(int(sys.argv[1]))"
+        )
+        gpu = place.seats[number].gpu
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", start, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
+            process_group=0,  # Ctrl-C is for this process
+        )
+        ours.send((os.getpid(), place, number, work))
+        return process.pid, process.wait
 
     def _answers(self, timeout_s: float) -> list[Any]:
         """Return one answer of each rank; the first failure ends the wait."""
@@ -187,25 +253,39 @@ def _answer(pipe: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    cores: tuple[tuple[int, ...], ...]
+    seats: tuple[Seat, ...]
     store: str
     backend: str
     timeout_s: float
 
     def enter(self, number: int) -> None:
-        """Pin this process, and join the group."""
-        cores = self.cores[number]
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
+        """Take the seat of this rank, and join the group."""
+        seat = self.seats[number]
+        if seat.cores:
+            os.sched_setaffinity(0, seat.cores)
+            torch.set_num_threads(len(seat.cores))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with batch_threads():
             dist.init_process_group(
                 self.backend,
-                store=dist.FileStore(self.store, len(self.cores)),  # type: ignore[attr-defined]  # torch hides it
+                store=dist.FileStore(self.store, len(self.seats)),  # type: ignore[attr-defined]  # torch hides it
                 rank=number,
-                world_size=len(self.cores),
+                world_size=len(self.seats),
                 timeout=timedelta(seconds=self.timeout_s),
             )
+
+
+_Start: TypeAlias = Callable[
+    [_Place, int, Callable[[], Handler], Connection, Connection],
+    tuple[int, Callable[[], object]],
+]
+
+
+def serve_from(descriptor: int) -> NoReturn:
+    """Be the rank that the first message of a pipe describes; in a new process."""
+    pipe: Connection = Connection(descriptor)
+    parent, place, number, work = pipe.recv()
+    _serve(parent, place, number, pipe, work)
 
 
 def _serve(

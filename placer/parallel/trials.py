@@ -32,7 +32,7 @@ from graphs.extract import Extraction
 from graphs.workload import step_copy
 from placer.applying import apply_extracted
 from placer.parallel.data import Batch
-from placer.parallel.local_ranks import Handler, LocalRanks, RankError
+from placer.parallel.local_ranks import Handler, LocalRanks, RankError, Seat
 from placer.parallel.methods.registry import method_named
 from placer.parallel.methods.sync import MakeOptimizer
 from placer.parallel.plan import OPTIMIZERS, run_plan
@@ -115,7 +115,8 @@ class _Taker:
         groups = replicas.groups
         try:
             cores = [[core for name in group for core in cores_of(name)] for group in groups]
-            self._ranks = started.enter_context(LocalRanks(cores, lambda: _trainer(trial)))
+            seats = [Seat(cores=tuple(each)) for each in cores]
+            self._ranks = started.enter_context(LocalRanks(seats, lambda: _trainer(trial)))
             [(self.step_s, _), *_] = self._ranks.ask(1)
         except (RankError, OSError, ValueError) as error:
             runs.failure = str(error)

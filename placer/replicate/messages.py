@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import isfinite
 from typing import Final
 
 from envs.hardware.discover import hosts_of
-from envs.hardware.units import milliseconds
+from envs.hardware.units import human_bytes, milliseconds
 from envs.replication import Replication
 from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES
@@ -81,9 +82,7 @@ def remarks_of(plan: ReplicaPlan) -> list[str]:
 def _runs(plan: ReplicaPlan) -> Iterator[str]:
     """Yield what was run, and what that says about the predictions."""
     if not plan.was_run:
-        links = ", reductions from the latency and bandwidth of links"
-        constants = "" if plan.reduces_as_measured else links
-        yield f"Nothing was run: all times are simulated{constants}."
+        yield f"Nothing was run: all times are simulated, {_constants(plan)}."
         if plan.requested.average_every > 1:
             yield "Plans that average parameters are not run, as their steps are not alike."
     else:
@@ -107,6 +106,21 @@ def _runs(plan: ReplicaPlan) -> Iterator[str]:
         error = plan.best.measured_s / plan.best.step_s - 1
         if abs(error) > LARGEST_ERROR:
             yield f"The prediction of the best was off by {error:+.0%}; later ones are corrected."
+
+
+def _constants(plan: ReplicaPlan) -> str:
+    """Return what the times of reductions follow from, with the numbers that are assumed."""
+    if plan.reduces_as_measured and plan.collectives is not None:
+        return f"reductions by times of {plan.collectives.backend} between these devices"
+    levels = [level for network in plan.networks[:1] for level in network.levels]
+    rates = "; ".join(
+        f"{level.ranks} ranks, {1e6 * level.latency_s:.3g} us"
+        + f", {human_bytes(level.bandwidth_bytes_per_s)}/s" * isfinite(level.bandwidth_bytes_per_s)
+        for level in levels
+        if level.ranks > 1
+    )
+    text = "reductions from the latency and bandwidth of links" + f" ({rates})" * bool(rates)
+    return f"{text}, as {plan.uncalibrated.rstrip('.')}" if plan.uncalibrated else text
 
 
 def run_obstacle(replicas: Replication) -> str:

@@ -159,6 +159,7 @@ class _Planner:
             extraction=self.source.whole.extraction,
             cost_source=cost_source,
             collectives=self.collectives,
+            uncalibrated=self.source.uncalibrated,
         )
 
     def _graph(self, parts: int) -> nx.DiGraph[str]:

@@ -151,6 +151,7 @@ class ReplicaPlan:
     extraction: Extraction | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)
     collectives: MeasuredAllReduce | None = None  # if measured; else those of the links
+    uncalibrated: str = ""  # why they could not be measured, if that was tried
     is_busy: bool = False  # whether other processes used the cores when splits were run
 
     @property
@@ -204,14 +205,23 @@ class ReplicaPlan:
     @property
     def reduces_as_measured(self) -> bool:
         """Return whether reductions of the best split are predicted by times of the backend."""
-        try:
-            networks = self._networks(self.best)
-        except ValueError:  # a link is missing
-            return False
-        return self.collectives is not None and all(
-            self.requested.measured_s(0.0, network.levels, self.collectives) is not None
-            for network in networks
+        networks = self.networks
+        return (
+            self.collectives is not None
+            and len(networks) > 0
+            and all(
+                self.requested.measured_s(0.0, network.levels, self.collectives) is not None
+                for network in networks
+            )
         )
+
+    @property
+    def networks(self) -> tuple[SlotNetwork, ...]:
+        """Return the networks of the best split by the links; () if a link is missing."""
+        try:
+            return self._networks(self.best)
+        except ValueError:
+            return ()
 
     def _networks(self, split: Split) -> tuple[SlotNetwork, ...]:
         index = self.problem.cluster.index

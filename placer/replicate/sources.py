@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import networkx as nx
@@ -30,6 +29,7 @@ class StepSource:
         self.progress = progress
         self.whole = costed_step(job, progress)
         self.steps = {1: self.whole}  # by parts of the batch
+        self.uncalibrated = ""
 
     @property
     def trains(self) -> bool:
@@ -55,19 +55,32 @@ class StepSource:
     def collectives(self, levels: Collection[tuple[int, ...]]) -> MeasuredAllReduce | None:
         """Return the all-reduces between ranks on the devices, measured or cached.
 
-        Hierarchical ones are those of these levels. None where no rank of this machine reduces
-        gradients on pinned cores, or if they cannot be started.
+        Hierarchical ones are those of these levels. None where this machine cannot run ranks on
+        several cores or GPUs of one kind, or ``uncalibrated`` says why they failed.
         """
         names = self.whole.cluster.names
         if not self.runs_on_cores:
+            names = self._gpus()
+        if len(names) < 2:
             return None
-        from placer.parallel.collectives import core_collectives
+        from placer.parallel.collectives import known_collectives, transport_of
         from placer.parallel.local_ranks import RankError
 
         self.progress.stage("Calibrating reductions")
-        with suppress(RankError, OSError):
-            return core_collectives(names, levels)
+        try:
+            return known_collectives(names, levels)
+        except (RankError, OSError) as error:
+            backend = transport_of(names).name
+            self.uncalibrated = f"reductions of {backend} could not be measured ({error})"
         return None
+
+    def _gpus(self) -> tuple[str, ...]:
+        """Return the GPUs if replicas train on GPUs of one kind of this machine."""
+        whole = self.whole
+        if not (self.job.search.measure and self.trains and whole.can_run_placed):
+            return ()
+        gpus = [device for device in whole.cluster.devices if device.name.startswith("cuda:")]
+        return tuple(gpu.name for gpu in gpus) if len({gpu.kind for gpu in gpus}) == 1 else ()
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
         """Return the graph for one of ``parts`` equal parts of the batch."""

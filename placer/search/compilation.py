@@ -25,6 +25,7 @@ from envs.simulator.bounds import lower_bound_ns
 from envs.simulator.max_load import max_load_ns
 from placer.progress import Progress
 from placer.search.annealing import step_time
+from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
@@ -99,7 +100,8 @@ def _simulated(problem: Problem) -> None:
     evaluator = Evaluator(problem)
     start = np.zeros(problem.op_count, np.int32)
     first = evaluator.candidate(Kind.OTHER, start, np.zeros(problem.op_count))
-    StepTimeAnnealing(evaluator, first, 0).run(1, first=0, total=1)
+    blocks = blocks_of(problem, sizes=(3,))
+    StepTimeAnnealing(evaluator, first, 0, blocks=blocks).run(1, first=0, total=1)
 
 
 def _scheduled(problem: Problem) -> None:

@@ -18,6 +18,7 @@ from envs.placement import OBJECTIVES
 from envs.problem import Floats, Longs
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import lower_bound_ns
+from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.islands import anneal_islands, continue_from_best
 from placer.search.annealing.max_load import minimize_max_load
 from placer.search.annealing.step_time import (
@@ -51,6 +52,9 @@ EVOLUTION_SHARE: Final = 0.6
 EVOLUTION_DECODES: Final = 1500
 BLIND_SHARE: Final = 0.3
 """Until this share of the budget, or half of the decodes, evolution sees no plan."""
+FEWEST_OPS: Final = 2500
+"""Graphs of this many ops are large: annealing has few moves for each, so it moves blocks, too."""
+COOLER: Final = 0.3
 SIGHT_SIGMA: Final = 0.3
 LEAST_SPREAD: Final = 1e-3
 SENDERS: Final = 0.3
@@ -116,6 +120,7 @@ class _Search:
         self.known: list[Candidate] = []
         self.new: list[Candidate] = []
         self.chunk = 1
+        self._is_large = request.problem.op_count >= FEWEST_OPS
 
     def begin(self) -> None:
         """Evaluate the heuristics."""
@@ -230,6 +235,7 @@ class _Search:
         count = -(-len(starts) // self.workers.count) * self.workers.count
         starts = [starts[k % len(starts)] for k in range(count)]
         hot = initial_temperature(moves // count, self.evaluator.problem.op_count)
+        hot *= COOLER if self._is_large else 1.0
         self.anneal_from(starts, self.seeds[2:], hot=hot, senders=SENDERS)
 
     def anneal_from(
@@ -240,12 +246,13 @@ class _Search:
         As many as there are workers are annealed at once, and continue from the best of them.
         """
         began, together = self.meter.share(), self.workers.count
+        blocks = blocks_of(self.evaluator.problem) if self._is_large else None
         for number in range(0, len(starts), together):
             if self.meter.over():
                 break
             chosen = starts[number : number + together]
             islands = [
-                StepTimeAnnealing(evaluator, start, seed, hot=hot, senders=senders)
+                StepTimeAnnealing(evaluator, start, seed, hot=hot, senders=senders, blocks=blocks)
                 for evaluator, start, seed in zip(
                     self.team.evaluators(len(chosen)), chosen, seeds[number:], strict=False
                 )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
 
-from benchmarks.machine.sets import BOTH, Costs, best_s, order_of, schedule_s
+from benchmarks.machine.set_runs import BOTH, Plan, lists_of, measured_s
+from benchmarks.machine.set_schedules import Costs, best_s, changes, order_of, plan_of, schedule_s
+from envs.executors.cores.instruction_lists import Receive, Run, Send
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
+from graphs.models.two_towers import build
 from graphs.synthetic.shapes import layered
 
 
@@ -82,3 +88,79 @@ def test_no_search_ends_above_where_it_starts() -> None:
     start = rng.integers(0, 3, 60).astype(np.int32)
     found_s, _ = best_s(costs, 0.0, [start], 3, 200)
     assert found_s <= step_s(costs, start.tolist(), 0.0)
+
+
+@pytest.fixture(scope="module")
+def towers() -> Extraction:
+    model, inputs, loss = build()
+    return extract(Workload(model, inputs, loss=loss))
+
+
+def random_plan(extraction: Extraction, seed: int) -> Plan:
+    """Return random places, in an order in which every op comes after what it reads."""
+    arrays = GraphArrays.from_graph(extraction.graph)
+    place = np.random.default_rng(seed).integers(0, 3, len(arrays)).astype(np.int32)
+    return Plan(place=place, order=arrays.topological.astype(np.intp))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ops_of_the_set_and_of_its_cores_never_run_at_the_same_time(
+    towers: Extraction, seed: int
+) -> None:
+    plan = random_plan(towers, seed)
+    lists = lists_of(towers.program, plan)
+    sent: dict[tuple[int, int, int], tuple[int, int]] = {}
+    counts: dict[tuple[int, int], int] = {}
+    for device, listed in enumerate(lists):
+        for at, instruction in enumerate(listed):
+            if isinstance(instruction, Send):
+                for to in instruction.destinations:
+                    counts[device, to] = counts.get((device, to), 0) + 1
+                    sent[device, to, counts[device, to]] = device, at
+    # latest[d][p][e]: how many instructions of e have ended before instruction p of d ends
+    latest = [[[0] * 3 for _ in listed] for listed in lists]
+    done = [0, 0, 0]
+    while any(at < len(listed) for at, listed in zip(done, lists, strict=True)):
+        for device, listed in enumerate(lists):
+            while done[device] < len(listed):
+                at, instruction = done[device], listed[done[device]]
+                now = list(latest[device][at - 1]) if at else [0, 0, 0]
+                now[device] = at
+                if isinstance(instruction, Receive):
+                    source, place = sent[instruction.source, device, instruction.number]
+                    if place >= done[source]:
+                        break
+                    now = [max(pair) for pair in zip(now, latest[source][place], strict=True)]
+                    now[source] = max(now[source], place + 1)
+                latest[device][at] = now
+                done[device] += 1
+    ran = [(d, p) for d in range(3) for p, each in enumerate(lists[d]) if isinstance(each, Run)]
+    assert len(ran) == towers.program.op_count
+    for d, p in ran:
+        if d == BOTH:
+            for other, q in ran:
+                before = latest[d][p][other] > q or latest[other][q][d] > p
+                assert other == BOTH or before, (d, p, other, q)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_schedules_with_sets_run(towers: Extraction) -> None:
+    first_two = sorted(os.sched_getaffinity(0))[:2]
+    cores = discover(",".join(f"core:{core}" for core in first_two)).devices
+    plans = {"sets": random_plan(towers, 0), "others": random_plan(towers, 1)}
+    medians_s = measured_s(towers, cores, plans, 1)
+    assert medians_s.keys() == {"unplaced", *plans}
+    assert all(step_s > 0 for step_s in medians_s.values())
+
+
+def test_ops_are_ordered_by_their_starts() -> None:
+    costs = costs_of(20, 3)
+    place = np.zeros(20, np.int32)
+    plan = plan_of(costs, place, 0.0)
+    assert plan.order.tolist() == order_of(costs).tolist()
+
+
+def test_changes_between_core_and_set_are_counted_by_core() -> None:
+    place = np.array([0, 1, BOTH, BOTH, 0, 1, 1, BOTH], np.int32)
+    assert changes(Plan(place=place, order=np.arange(8))) == 6

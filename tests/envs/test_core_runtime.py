@@ -100,7 +100,7 @@ def wide_problem(memory_bytes: int) -> tuple[Extraction, Problem]:
     """Return two products of 8 MB each that both read 16 MB of inputs, and their sum."""
 
     def forward(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x @ y + (x.t() @ y).sin()).sum()
+        return (x * y + (x.t() * y).sin()).sum()
 
     inputs = (torch.randn(1448, 1448), torch.randn(1448, 1448))
     extraction = extract(Workload.of(tiny_models.Plain(forward), inputs, training=False))

@@ -194,8 +194,9 @@ def test_a_backend_without_noise_is_compared_by_a_single_time(setup: Setup) -> N
     ],
 )
 def test_a_turn_is_the_median_of_steps_in_a_loop(
-    times_s: list[float], median_s: float, count: int
+    times_s: list[float], median_s: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("envs.measured.TURN_S", 0.06)
     left = iter(times_s)
     steps: list[TimedStep] = []
 

@@ -193,6 +193,7 @@ def test_steps_count_once_two_in_a_row_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rest = iter(steps_s)
+    monkeypatch.setattr(executor_module, "MOST_WARM_UP", 6)
     monkeypatch.setattr(executor_module, "TURN_S", 0.164)  # four steps of 41 ms
     monkeypatch.setattr(TorchExecutor, "_step", lambda *_: next(rest))
     with opened(small) as backend:

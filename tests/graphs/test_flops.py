@@ -18,6 +18,7 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.flops import call_flops, further_formulas
 from graphs.models import TwoTowers, TwoTowersConfig
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.extracted_steps import of_reference
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import Plain, forward, saved_bytes
 
@@ -48,6 +49,8 @@ def extracted(name: str, training: bool = True) -> Extraction:
 
 @functools.cache
 def _extracted(name: str, training: bool) -> Extraction:
+    if name in tiny_reference_models.STEPS:
+        return of_reference(name, training)
     torch.manual_seed(0)
     if name in tiny_transformers.TARGETS:
         return extract(tiny_transformers.load(tiny_transformers.TARGETS[name], training=training))

@@ -13,6 +13,7 @@ from torch import nn
 
 from envs.executors.hooks.hooked_module import HookedModule
 from graphs.extract import Extraction, Workload, extract
+from graphs.optimizer import Optimizer
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.tiny_models import Plain
 
@@ -24,18 +25,38 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "rnnlm": functools.partial(tiny_reference_models.rnnlm, dropout=0.3),
     "nasnet": functools.partial(tiny_reference_models.nasnet, dropout=0.3),
 }
+FURTHER: dict[str, Callable[[], Workload]] = {"gru": tiny_models.gru}
+"""Steps that not every test of all steps takes."""
 DOUBLE = ("inception", "nasnet")
 """Batch norm over few tiny images magnifies rounding errors: gradients reach 600."""
 
 
+def extracted(name: str, extractor: str = "auto", optimizer: Optimizer | None = None) -> Extraction:
+    """Return the extraction that all tests of this process share."""
+    return _extracted(name, extractor, optimizer)
+
+
 @functools.cache
-def extracted(name: str) -> Extraction:
-    return extract(made(name))
+def _extracted(name: str, extractor: str, optimizer: Optimizer | None) -> Extraction:
+    return extract(replace(made(name), optimizer=optimizer), extractor)
+
+
+@functools.cache
+def without_dropout(name: str) -> Extraction:
+    """Return the extraction of a transformer that trains, for tests that do not change it."""
+    return extract(tiny_transformers.without_dropout(name))
+
+
+@functools.cache
+def of_reference(name: str, training: bool) -> Extraction:
+    """Return the extraction of a reference model, for tests that do not change it."""
+    torch.manual_seed(0)
+    return extract(replace(tiny_reference_models.STEPS[name](), training=training))
 
 
 def made(name: str) -> Workload:
     torch.manual_seed(0)
-    step = STEPS[name]()
+    step = (STEPS | FURTHER)[name]()
     if name in DOUBLE:
         images, labels = step.inputs
         images = torch.randn(3 * len(images), *images.shape[1:], dtype=torch.float64)

@@ -5,9 +5,12 @@ One list of ops in the order of issue decides everything; ``twin_host_step`` goe
 
 from __future__ import annotations
 
+import math
+
 import networkx as nx
 
 from envs.hardware.cluster import Cluster
+from envs.problem import HORIZON_NS
 from graphs.graph import ANY_KIND
 from tests.helpers.simulator_twin import (
     Sending,
@@ -119,6 +122,15 @@ def twin_host_step(
         used[d] += size
         step.peak_bytes[d] = max(step.peak_bytes[d], used[d])
 
+    def issue_ns(s: Sending) -> int:
+        ends = [d for d in (s.source, s.destination) if not waits[d]]
+        return max([round(cluster.devices[d].launch_s * 1e9) for d in ends], default=0)
+
+    def staging_ns(s: Sending) -> int:
+        rate = cluster.devices[s.source].bandwidth_bytes_per_s / 2
+        is_staged = waits[s.source] and not waits[s.destination] and not math.isnan(rate)
+        return round(min(s.size / rate * 1e9, float(HORIZON_NS))) if is_staged else 0
+
     def drop(u: int, user: object) -> None:
         output_users[u].discard(user)
         if not output_users[u]:
@@ -142,9 +154,12 @@ def twin_host_step(
                 continue
             s = carrier[u, i]
             if s.start_ns < 0:  # a copy in line
+                is_waited_for = waits[s.source] or waits[d]
+                if not is_waited_for:
+                    clock[thread[d]] += issue_ns(s)
                 send(s, max(clock[thread[d]], free[s.source], free[d]))
                 free[s.source] = free[d] = s.end_ns
-                if waits[s.source] or waits[d]:
+                if is_waited_for:
                     clock[thread[d]] = s.end_ns
             arrivals.append(s.end_ns)
         launch_s = cluster.devices[d].launch_s
@@ -175,6 +190,7 @@ def twin_host_step(
             copy_users[id(s)] = set(s.consumers)
             carrier.update({(i, v): s for v in s.consumers})
         for s in sendings if overlaps[d] else ():
-            send(s, step.end_ns[i])
+            clock[thread[d]] += issue_ns(s) + staging_ns(s)
+            send(s, max(clock[thread[d]], step.end_ns[i]))
     step.step_ns = max(step.end_ns.values(), default=0)
     return step

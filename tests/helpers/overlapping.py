@@ -7,6 +7,7 @@ tests, and they are what the check of removed waits runs.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,11 +25,11 @@ from envs.executors.torch.staging import Staging
 from envs.executors.torch.streams import arrived, sending
 from envs.measured import TimedStep
 from envs.torch_runtime import executor
-from graphs.extract import Workload, extract
+from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
 from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import equal_costs
-from tests.helpers.extracted_steps import fresh
+from tests.helpers.extracted_steps import copied, fresh
 from tests.helpers.on_torch_devices import alternating, everywhere
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.tiny_models import Plain, forward
@@ -253,12 +254,16 @@ def written_and_sent_again(m: Any, x: Tensor) -> Tensor:
     return before + held.exp().mean()
 
 
+@functools.cache
+def extracted_write() -> Extraction:
+    torch.manual_seed(0)
+    model = Plain(written_and_sent_again, linear=nn.Linear(3, 3))
+    return extract(Workload.of(model, (torch.randn(3, 3),)))
+
+
 def written_in_place(overlap: bool, seed: int) -> None:
     """Each reader elsewhere gets what it would have read here, before or after a write."""
-    torch.manual_seed(0)
-    extraction = extract(
-        Workload.of(Plain(written_and_sent_again, linear=nn.Linear(3, 3)), (torch.randn(3, 3),))
-    )
+    extraction = copied(extracted_write())
     step = copy.deepcopy(extraction.step)
     with fake_cuda(2, seed=seed):
         for home, reader in ((FIRST, OTHER), (FIRST, CPU), (CPU, FIRST)):
@@ -271,12 +276,17 @@ def written_in_place(overlap: bool, seed: int) -> None:
             assert_equal(placed(*step.inputs), forward(copy.deepcopy(step)).detach())
 
 
-def weights_written_after(overlap: bool, seed: int) -> None:
-    """What the caller does to a weight after a pass does not reach the pass."""
+@functools.cache
+def extracted_tied() -> Extraction:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    extraction = extract(Workload.of(model, torch.randn(3, 4), training=False))
+    return extract(Workload.of(model, torch.randn(3, 4), training=False))
+
+
+def weights_written_after(overlap: bool, seed: int) -> None:
+    """What the caller does to a weight after a pass does not reach the pass."""
+    extraction = copied(extracted_tied())
     step = copy.deepcopy(extraction.step)
     expected = forward(copy.deepcopy(step))
     with fake_cuda(2, seed=seed), torch.no_grad():

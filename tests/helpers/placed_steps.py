@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -70,10 +71,14 @@ def worker_ids(placed: PlacedModel | WorkerPool) -> list[int]:
     return [worker.process.pid for worker in pool._workers]
 
 
-def open_descriptors() -> int:
-    """Return how many files this process has open, those of the server of workers included."""
+def open_descriptors() -> set[str]:
+    """Return number and name of the files this process has open, with its server of workers."""
     running_server()
-    return len(list(Path("/proc/self/fd").iterdir()))
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of this loop
+            found.add(f"{path.name} {path.readlink()}")
+    return found
 
 
 def random_devices(

@@ -146,6 +146,19 @@ def random_cluster(rng: random.Random, hosts: list[str], *, plain: bool, large: 
     )
 
 
+def allowed_devices(graph: nx.DiGraph[str], cluster: Cluster) -> list[set[str]]:
+    """Return the devices on which each op, or each group of ops, may run."""
+    allowed: dict[str, set[str]] = {}
+    for op_id, node in graph.nodes.items():
+        known = {
+            d.name for d in cluster.devices if not node["cost_s"].keys().isdisjoint(("*", d.kind))
+        }
+        here = known.intersection(cluster.names if node["devices"] is None else node["devices"])
+        group = node["colocate"] or op_id
+        allowed[group] = allowed.get(group, here) & here
+    return list(allowed.values())
+
+
 def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> Case:
     """Return a graph, a cluster, devices that keep groups together, and priorities.
 
@@ -162,11 +175,8 @@ def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> C
         graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain, large=large)
         if loaded:
             add_loaded_costs(of_load, graph)
-        try:
-            Problem.of(GraphArrays.from_graph(graph), cluster)
-        except ValueError:  # an op has no allowed device
-            continue
-        break
+        if all(allowed_devices(graph, cluster)):
+            break
     home = {group: rng.randrange(len(cluster)) for group in ("g", "h")}
     devices = [
         home[node["colocate"]] if node["colocate"] else rng.randrange(len(cluster))

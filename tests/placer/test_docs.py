@@ -10,6 +10,7 @@ and make targets are not run (the targets run tests themselves); targets must on
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -200,9 +201,9 @@ def test_command_lines_are_understood(command: Command) -> None:
     words = list(command.words)
     match words[0]:
         case "placer":
-            build_parser().parse_args(words[1:])
+            parser().parse_args(words[1:])
         case "torchrun" if RUN in words:
-            build_parser().parse_args(["run", *words[words.index(RUN) + 1 :]])
+            parser().parse_args(["run", *words[words.index(RUN) + 1 :]])
         case "make":
             assert set(words[1:]) <= targets_of_make()
         case "pip":
@@ -284,16 +285,21 @@ def test_examples_and_snippets_import_public_packages_only() -> None:
     assert [where for where, text in snippets + examples if INTERNAL.search(text)] == []
 
 
+parser = functools.cache(build_parser)
+
+
+@functools.cache
 def known_options() -> dict[str, set[str]]:
     """Return the long options of each command."""
-    actions = build_parser()._actions
+    actions = parser()._actions
     [commands_action] = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
     return {
-        command: {name for name in parser._option_string_actions if name.startswith("--")}
-        for command, parser in commands_action.choices.items()
+        command: {name for name in own._option_string_actions if name.startswith("--")}
+        for command, own in commands_action.choices.items()
     }
 
 
+@functools.cache
 def targets_of_make() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

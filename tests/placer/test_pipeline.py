@@ -106,11 +106,16 @@ def test_each_candidate_is_simulated_once_and_predicted_as_its_placement_is(
 @pytest.mark.parametrize(
     ("step_s", "rounds"), [(10.0, 3), (0.1, 3), (0.05, 4), (1e-4, 7), (0.0, 7)]
 )
-def test_short_steps_are_run_more_often(step_s: float, rounds: int) -> None:
+def test_short_steps_are_run_more_often(
+    step_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.measured.TURN_S", 0.06)
     assert rounds_for(step_s) == rounds
 
 
-def test_final_rounds_take_seconds_within_limits() -> None:
+def test_final_rounds_take_seconds_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.measured.TURN_S", 0.06)
+    monkeypatch.setattr("envs.core_runtime.runtime.FINAL_S", 6.0)
     extraction = extract(tiny_models.conv_net())
     runtime = CoreRuntime(extraction, toy_pair("a", "b"))
     found = {step_s: runtime.final_rounds([step_s, step_s]) for step_s in (0.001, 0.1, 0.5, 2.0)}

@@ -71,7 +71,7 @@ def device_lists(
             that writes in place is moved after all that read what it writes.
         device_count: number of devices; a device without ops gets an empty list.
     """
-    return _Lists(program, devices, device_count).build(_updates_last(program, order))
+    return InstructionLists(program, devices, device_count).build(updates_last(program, order))
 
 
 def single_list(program: StepProgram) -> list[Instruction]:
@@ -109,7 +109,7 @@ def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]
     return order
 
 
-def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
+def updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
     """Move ops that write in place after the ops that read what they write.
 
     They share a device, and nothing reads what the op makes: it can always run later.
@@ -120,8 +120,8 @@ def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
     return sorted(order, key=lambda op: (last.get(op, position[op]), op in last))
 
 
-class _Lists:
-    """Builds the lists; tracks what each device has already made or received."""
+class InstructionLists:
+    """Builds the lists of a program; tracks what each device has already made or received."""
 
     def __init__(self, program: StepProgram, devices: Sequence[int], device_count: int) -> None:
         self.program = program
@@ -137,8 +137,9 @@ class _Lists:
         self.early, self.late = self._results()
 
     def build(self, order: Sequence[int]) -> list[list[Instruction]]:
+        """Return the lists of all ops in an order as in :func:`device_lists`."""
         for op in order:
-            self._run(op)
+            self.run(op)
         for index in self.late:
             self._give(index)
         return self.lists
@@ -182,7 +183,8 @@ class _Lists:
             return 0
         return self.devices[self.program.calls[self.producer[root]].op]
 
-    def _run(self, op: int) -> None:
+    def run(self, op: int) -> None:
+        """Add an op to the list of its device, with what it receives before and sends after."""
         device, index = self.devices[op], self.call_of_op[op]
         call = self.program.calls[index]
         views = tuple(view for read in call.reads for view in self._bring(read, device))
@@ -190,13 +192,22 @@ class _Lists:
         self.here[device].update(call.made)
         for value in call.made:
             if destinations := self.wanted.get(value, ()):
-                self.lists[device].append(Send(value, destinations))
-                for destination in destinations:
-                    self.signals[device, destination] += 1
-                    self.number[value, destination] = self.signals[device, destination]
+                self.send(value, device, destinations)
         for value in call.made:
             for result in self.early.get(value, ()):
                 self._give(result)
+
+    def send(self, value: int, device: int, destinations: tuple[int, ...]) -> None:
+        """Add that a device sends a value which it has made."""
+        self.lists[device].append(Send(value, destinations))
+        for destination in destinations:
+            self.signals[device, destination] += 1
+            self.number[value, destination] = self.signals[device, destination]
+
+    def receive(self, value: int, source: int, device: int) -> None:
+        """Add that a device waits for a value that was sent to it, and reads it."""
+        self.lists[device].append(Receive(value, source, self.number[value, device]))
+        self.here[device].add(value)
 
     def _bring(self, value: int, device: int) -> list[int]:
         """Receive the root of a value if needed; return the view calls that then make it here."""
@@ -207,9 +218,7 @@ class _Lists:
             if (root, device) not in self.number:
                 call = self.program.calls[self.producer[root]]
                 raise ValueError(f"the order runs a reader of op {call.op} before op {call.op}")
-            number = self.number[root, device]
-            self.lists[device].append(Receive(root, self._home(root), number))
-            self.here[device].add(root)
+            self.receive(root, self._home(root), device)
             return []
         index = self.producer[value]
         call = self.program.calls[index]

@@ -72,10 +72,8 @@ class WorkerPool:
         op_names: Sequence[str] = (),
     ) -> None:
         """Start the workers and wait until they are ready."""
+        self._check_apart(devices)
         cores = [cores_of(device.name) for device in devices]
-        if len({core for each in cores for core in each}) < sum(map(len, cores)):
-            names = ", ".join(device.name for device in devices)
-            raise ValueError(f"devices {names} overlap: every core can belong to one device only")
         self.program = program
         self.devices = tuple(devices)
         self.step_timeout_s = step_timeout_s
@@ -175,6 +173,13 @@ class WorkerPool:
         self._open = False
         self._holdings.release()
         self.arena.close()
+
+    def _check_apart(self, devices: Sequence[Device]) -> None:
+        """Raise a ValueError if devices overlap, whose ops the workers would run at once."""
+        cores = [core for device in devices for core in cores_of(device.name)]
+        if len(set(cores)) < len(cores):
+            names = ", ".join(device.name for device in devices)
+            raise ValueError(f"devices {names} overlap: every core can belong to one device only")
 
     def _load_constants(self) -> None:
         for source in self.program.sources:

@@ -130,7 +130,8 @@ TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of 
     pair="u4",  # its two devices
 )
 HOST_DEVICE: Final = _table(
-    launch_ns="i8",  # that an op occupies its thread
+    launch_ns="i8",  # that an op, or a copy that goes on without it, occupies its thread
+    staging_bytes_per_s="f8",  # at which its thread writes what is sent beside the ops
     thread="u4",  # that issues the ops of this device
     synchronous="?",  # an op occupies its thread until it ends
     overlap="?",  # copies from here run beside the ops

@@ -9,9 +9,11 @@ On a synchronous device the thread waits until the op has ended, so it is never 
 
 A copy in line is issued before its first reader, by the thread of that reader. It starts when the
 queues of both devices have drained, and occupies them both; if one of them is synchronous, the
-thread waits until the copy has ended. A copy that overlaps is issued after its producer, and starts
-when the producer has ended. Either kind also waits for the queues of its link, which serve in order
-of issue.
+thread waits until the copy has ended. A copy that overlaps is issued after its producer, by the
+thread of that, and starts when the producer has ended. To issue a copy that goes on without it
+takes the thread as long as a launch, and one that overlaps and leaves a synchronous device for
+another one is first written to page-locked memory by the thread. Either kind also waits for the
+queues of its link, which serve in order of issue.
 
 Memory follows the order of issue, as in a caching allocator: an op allocates when it is issued, and
 frees what it was the last to read right after.
@@ -175,15 +177,26 @@ def _copy_in_line(
     source, destination = work.devices[pair.source], work.devices[pair.destination]
     host = work.hosts[thread]
     drained_ns = max(source.busy_until_ns, destination.busy_until_ns)
-    end_ns = _copy(arrays, work, number, max(host.clock_ns, drained_ns), memory)
-    if arrays.hosts[pair.source].synchronous or arrays.hosts[pair.destination].synchronous:
-        if drained_ns > host.clock_ns:
+    waits = arrays.hosts[pair.source].synchronous or arrays.hosts[pair.destination].synchronous
+    issued_ns = host.clock_ns
+    if not waits:
+        issued_ns += _issue_ns(arrays, pair.source, pair.destination)
+        host.clock_ns = issued_ns
+    end_ns = _copy(arrays, work, number, max(issued_ns, drained_ns), memory)
+    if waits:
+        if drained_ns > issued_ns:
             first = source.busy_until_ns >= destination.busy_until_ns
             previous = source.previous if first else destination.previous
             host.blocked_by = previous if previous >= 0 else source.previous
         host.clock_ns = end_ns
     source.busy_until_ns = end_ns
     destination.busy_until_ns = end_ns
+
+
+@compiled_inline
+def _issue_ns(arrays: ProblemArrays, source: int, destination: int) -> int:
+    """Return how long a copy that goes on without its thread occupies that."""
+    return int(max(arrays.hosts[source].launch_ns, arrays.hosts[destination].launch_ns))
 
 
 @compiled_inline
@@ -311,5 +324,14 @@ def _copy_beside(
     """Make the copies of op i that overlap, in order of their first readers."""
     begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
     for k in range(begin, end):
-        if work.copy_read[index(k)] == count + k:
-            _copy(arrays, work, index(k), now, memory)
+        number = index(k)
+        if work.copy_read[number] != count + k:
+            continue
+        pair = arrays.pairs[work.transfers[number].pair]
+        place = arrays.hosts[pair.source]
+        host = work.hosts[place.thread]
+        host.clock_ns += _issue_ns(arrays, pair.source, pair.destination)
+        if place.synchronous and not arrays.hosts[pair.destination].synchronous:
+            size = work.copies[index(count + k)].size
+            host.clock_ns += transfer_ns(0.0, size, place.staging_bytes_per_s)
+        _copy(arrays, work, number, max(now, host.clock_ns), memory)

@@ -1,7 +1,8 @@
 """One annealing run, whatever its energy: its state, its moves and its temperature.
 
 A move changes the device of an op (with its co-location group), of a connected cluster of ops, of a
-run of ops in order, or of two ops that swap. It is recorded, so that it can be undone.
+run of ops in order, or of two ops that swap; on large graphs also of a block or of two, see
+:mod:`placer.search.annealing.blocks`. It is recorded, so that it can be undone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
 from envs.problem import Bools, Ints, Longs, Problem
+from placer.search.annealing.blocks import Blocks, no_blocks
 from placer.search.evaluator import Evaluator
 from placer.search.request import Meter
 
@@ -54,6 +56,9 @@ class AnnealingState(NamedTuple):
     group: Ints  # (N,) -1 for none
     group_start: Ints  # (C + 1,)
     members: Ints  # ops of all groups, group by group
+    block_first: Ints  # (L, N) where the block of an op begins in L labellings
+    block_end: Ints  # (L, N)
+    block_members: Ints  # (L, N)
     moved: Ints  # (2 N,) the first counters[MOVED] entries are the moved ops
     moved_from: Ints  # (2 N,) their previous devices
     counters: Longs  # (COUNTERS,)
@@ -77,6 +82,8 @@ class AnnealingOptions(NamedTuple):
     least_spreading: float
     most_spreading: float
     to_neighbour: float  # probability that the target is the device of a neighbour
+    blocks: float = 0.0  # probability of a move of a block
+    block_swaps: float = 0.0  # probability that such a move swaps two blocks
 
 
 class Annealing(ABC):
@@ -126,8 +133,11 @@ def anneal(
         yield annealing.best_cost
 
 
-def new_state(problem: Problem, devices: Ints, order: Ints, seed: int) -> AnnealingState:
+def new_state(
+    problem: Problem, devices: Ints, order: Ints, seed: int, blocks: Blocks | None = None
+) -> AnnealingState:
     """Return the state of a run that starts from ``devices`` (N,), with ops in ``order`` (N,)."""
+    blocks = blocks or no_blocks()
     graph, count = problem.graph, problem.op_count
     grouped = np.flatnonzero(graph.group >= 0).astype(np.int32)
     sizes = np.bincount(graph.group[grouped], minlength=0)
@@ -146,6 +156,9 @@ def new_state(problem: Problem, devices: Ints, order: Ints, seed: int) -> Anneal
         group=np.array(graph.group, np.int32),
         group_start=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
         members=grouped[np.argsort(graph.group[grouped], kind="stable")],
+        block_first=blocks.first,
+        block_end=blocks.end,
+        block_members=blocks.members,
         moved=np.zeros(2 * count, np.int32),
         moved_from=np.zeros(2 * count, np.int32),
         counters=np.zeros(COUNTERS, np.int64),
@@ -205,6 +218,9 @@ def change_devices(state: AnnealingState, options: AnnealingOptions, op: int) ->
     """Draw and make a move of ``op``; none if an op is not allowed on its new device."""
     random, device_count = state.random, state.allowed.shape[1]
     home = int64(state.devices[op])
+    if options.blocks > 0.0 and uniform(random) < options.blocks:
+        _move_block(state, options, op, home)
+        return
     kind = uniform(random)
     if kind < options.swaps:
         _swap(state, op, home)
@@ -285,6 +301,46 @@ def _move_run(state: AnnealingState, op: int, home: int, device_count: int) -> N
         other = int64(state.order[state.rank[op] + k * step])
         if state.devices[other] == home and state.allowed[other, target]:
             _move(state, other, target)
+
+
+@compiled_inline
+def _move_block(state: AnnealingState, options: AnnealingOptions, op: int, home: int) -> None:
+    """Move the ops of a block that are on ``home``, or swap them with those of another block."""
+    random, device_count = state.random, state.allowed.shape[1]
+    level = below(random, len(state.block_first))
+    first, end = state.block_first[level, op], state.block_end[level, op]
+    if uniform(random) < options.block_swaps:
+        other = below(random, len(state.devices))
+        target = int64(state.devices[other])
+        begin = state.block_first[level, other]
+        if target == home or begin == first:
+            return
+        _move_members(state, level, first, end, home, target, True)
+        _move_members(state, level, begin, state.block_end[level, other], target, home, False)
+        return
+    target = below(random, device_count)
+    if uniform(random) < options.to_neighbour:
+        member = state.block_members[level, first + below(random, end - first)]
+        begin = state.neighbour_start[member]
+        degree = state.neighbour_start[member + 1] - begin
+        k = below(random, max(degree, 1))
+        if degree > 0:
+            target = int64(state.devices[state.neighbours[begin + k]])
+    if target == home:
+        target = _another(random, home, device_count)
+    _move_members(state, level, first, end, home, target, True)
+
+
+@compiled_inline
+def _move_members(
+    state: AnnealingState, level: int, first: int, end: int, home: int, target: int, grouped: bool
+) -> None:
+    """Move members on ``home``; those of co-location groups, which move with it, if ``grouped``."""
+    for k in range(first, end):
+        op = state.block_members[level, k]
+        movable = grouped or state.group[op] < 0
+        if movable and state.devices[op] == home and state.allowed[op, target]:
+            _move(state, op, target)
 
 
 @compiled_inline

@@ -25,6 +25,7 @@ from envs.simulator import (
     simulate_core,
 )
 from envs.simulator.kernel.load import end_ns
+from placer.search.annealing.blocks import Blocks
 from placer.search.annealing.run import (
     BEST,
     FREE,
@@ -52,6 +53,8 @@ RANK_MOVES: Final = 0.2
 EARLIER: Final = 0.7
 MEAN_SHIFT: Final = 12.0
 DRAWS: Final = 20
+BLOCK_MOVES: Final = 0.2
+"""Share of the moves of devices that move blocks, where there are blocks."""
 OPTIONS: Final = AnnealingOptions(
     hot=HOT,
     swaps=0.1,
@@ -62,6 +65,7 @@ OPTIONS: Final = AnnealingOptions(
     least_spreading=0.7,
     most_spreading=0.7,
     to_neighbour=0.6,
+    block_swaps=0.3,
 )
 
 MOST_STARTS: Final = 3
@@ -97,16 +101,19 @@ class StepTimeAnnealing(Annealing):
         *,
         hot: float = HOT,
         senders: float = 0.0,
+        blocks: Blocks | None = None,
     ) -> None:
         """Start from a placement that respects the allowed devices of every op.
 
         ``hot`` is the initial relative temperature. ``senders`` is the share of the moves on the
-        critical chain that go to other ops that send from the same device instead.
+        critical chain that go to other ops that send from the same device instead. Some moves are
+        of ``blocks``, if there are any.
         """
         count = len(start.devices)
         order = np.lexsort((np.arange(count), -start.priority)).astype(np.int32)
-        state = new_state(evaluator.problem, start.devices, order, seed)
-        super().__init__(state, OPTIONS._replace(hot=float(hot)))
+        state = new_state(evaluator.problem, start.devices, order, seed, blocks)
+        share = BLOCK_MOVES if blocks is not None and len(blocks.first) > 0 else 0.0
+        super().__init__(state, OPTIONS._replace(hot=float(hot), blocks=share))
         self._evaluator = evaluator
         priority = (count - state.rank).astype(np.float64)
         self._ranking = Ranking(

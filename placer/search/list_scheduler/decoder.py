@@ -159,12 +159,14 @@ def _decode_in_order(
     for position in range(count):
         v = order[pop(schedule.heap, size)]
         size -= 1
-        latest = gather_inputs(o, schedule, devices, v)
-        best_tier = rank_devices(o, schedule, v)
-        _score(o, schedule, devices, u, v, latest, best_tier)
-        if uses_sight:
-            add_sight(o, schedule, sight, sighted, v, best_tier)
-        chosen = _choose(schedule, best_tier)
+        chosen = schedule.pinned[o.group[v]] if o.group[v] >= 0 else -1
+        if chosen < 0:  # no op of its group has decided
+            latest = gather_inputs(o, schedule, devices, v)
+            best_tier = rank_devices(o, schedule, v)
+            _score(o, schedule, devices, u, v, latest, best_tier)
+            if uses_sight:
+                add_sight(o, schedule, sight, sighted, v, best_tier)
+            chosen = _choose(schedule, best_tier)
         devices[v] = chosen
         priority[v] = count - position
         if schedule.heaviest_home[v] >= 0:

@@ -7,8 +7,9 @@ latter on a device that computes at once, and on fake CUDA, where streams run in
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from envs.executors.unplaced import UnplacedModel
 from graphs.extract import Workload, extract
 from graphs.optimizer import STATE
 from tests.helpers import tiny_models
-from tests.helpers.extracted_steps import DOUBLE, STEPS, made
+from tests.helpers.extracted_steps import DOUBLE, FURTHER, STEPS, extracted, made
 from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores, worker_ids
 from tests.helpers.processes import all_end
 from tests.helpers.second_devices import FAKE, VDEV, opened_device, second
@@ -42,7 +43,7 @@ from tests.helpers.vdev import TRANSFERS
 torch.set_num_threads(1)
 
 Placed = PlacedModel | PlacedModule | HookedModule | UnplacedModel
-Place = Callable[[Workload, int], Placed]
+Place = Callable[..., Placed]
 NO_CUDA: Final = pytest.mark.skipif(
     torch.cuda.is_available(), reason="vdev would take CUDA's place"
 )
@@ -53,8 +54,7 @@ EXECUTORS: Final = [
     pytest.param("elsewhere", marks=NO_CUDA),  # the unplaced model on one device
 ]
 QUEUED: Final = [  # as above, on fake CUDA
-    *(pytest.param(name) for name in ("queued calls", "queued overlap", "queued modules")),
-    pytest.param("queued elsewhere"),
+    pytest.param(f"queued {name}") for name in ("calls", "overlap", "modules", "elsewhere")
 ]
 ON_CPU: Final = ("cores", "unplaced")
 WITHOUT_STICKY_ERRORS = pytest.mark.parametrize("executor", EXECUTORS)
@@ -74,45 +74,52 @@ NOT_ON_CORES: Final = {
 }
 """Models with dropout, of which workers draw their own."""
 INFERENCE: Final = sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
-TRAINING: Final = [*(name for name in STEPS if name not in tiny_models.INFERENCE), "gru"]
+TRAINING: Final = [n for n in (*STEPS, *FURTHER) if n not in tiny_models.INFERENCE]
 
 
 @pytest.fixture
 def place(executor: str, request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Yield a function that places a copy of a step at random; the models end with the test."""
-    made_here: list[Placed] = []
+    """Yield a function that places a copy of a step at random; the models end with the test.
 
-    def placed(step: Workload, seed: int = 0) -> Placed:
-        step = copy.deepcopy(step)
-        devices = [torch.device("cpu"), second()]
+    A step with a name is extracted once for all tests, others where the second device is there.
+    """
+    made_here: list[Placed] = []
+    opened = ExitStack()
+
+    @functools.cache
+    def devices() -> list[torch.device]:
+        if executor not in ON_CPU:
+            kind = FAKE if executor.startswith("queued") else VDEV
+            opened.enter_context(opened_device(kind, request.node.name))
+        return [torch.device("cpu"), second()]
+
+    def placed(step: Workload, seed: int = 0, name: str = "") -> Placed:
+        step, extractor = copy.deepcopy(step), "modules" if "modules" in executor else "auto"
+        if name:
+            extraction = replace(extracted(name, extractor, step.optimizer), step=step)
+        else:
+            devices()
+            extraction = extract(step, extractor)
         match executor.removeprefix("queued "):
             case "cores":
-                made_here.append(on_cores(extract(step), seed))
+                made_here.append(on_cores(extraction, seed))
             case "calls" | "overlap":
                 overlap = executor.endswith("overlap")
-                made_here.append(by_calls(extract(step), devices, seed, overlap=overlap))
+                made_here.append(by_calls(extraction, devices(), seed, overlap=overlap))
             case "unplaced":
-                made_here.append(UnplacedModel(extract(step), cores=CORES[:1]))
+                made_here.append(UnplacedModel(extraction, cores=CORES[:1]))
             case "elsewhere":
-                made_here.append(UnplacedModel(extract(step), device=devices[1]))
+                made_here.append(UnplacedModel(extraction, device=devices()[1]))
             case _:
-                made_here.append(by_modules(extract(step, "modules"), devices, seed))
+                made_here.append(by_modules(extraction, devices(), seed))
         return made_here[-1]
 
-    if executor in ON_CPU:
-        device: AbstractContextManager[object] = nullcontext()
-    else:
-        device = opened_device(FAKE if executor.startswith("queued") else VDEV, request.node.name)
-    with device:
+    with opened:
         yield placed
         for one in made_here:
             if not isinstance(one, PlacedModule):
                 with suppress(ValueError):  # weights that are tied no longer
                     one.close()
-
-
-def step_named(name: str) -> Workload:
-    return tiny_models.gru() if name == "gru" else made(name)
 
 
 def model_of(placed: Placed) -> nn.Module:
@@ -130,10 +137,7 @@ def trained() -> list[Any]:
             *executor.values,
             name,
             seed,
-            marks=(
-                *executor.marks,
-                *(() if name in quick and not seed else [pytest.mark.slow]),
-            ),
+            marks=[*executor.marks, *[pytest.mark.slow] * (seed > 0 or name not in quick)],
         )
         for executors, quick in ((EXECUTORS, QUICK), (QUEUED, QUICK_QUEUED))
         for executor in executors
@@ -146,8 +150,8 @@ def trained() -> list[Any]:
 
 @pytest.mark.parametrize(("executor", "name", "seed"), trained())
 def test_training_is_that_of_the_model(executor: str, name: str, seed: int, place: Place) -> None:
-    step = step_named(name)
-    placed = place(step, seed)
+    step = made(name)
+    placed = place(step, seed, name)
     TRANSFERS.clear()
     tolerance = 0.0 if executor == "cores" else 1e-6
     assert_trains_alike(step, placed, tolerance=tolerance, rate=1e-4 if name in DOUBLE else 0.01)
@@ -166,8 +170,8 @@ def test_training_is_that_of_the_model(executor: str, name: str, seed: int, plac
     ],
 )
 def test_inference_is_that_of_the_model(executor: str, name: str, place: Place) -> None:
-    step = step_named(name)
-    placed = place(step, 1)
+    step = made(name)
+    placed = place(step, 1, name)
     expected = forward(copy.deepcopy(step))
     # fake devices know no inference mode
     is_fake = executor in ("calls", "elsewhere") or executor.startswith("queued")
@@ -182,7 +186,7 @@ def test_inference_is_that_of_the_model(executor: str, name: str, place: Place) 
 @EVERY
 def test_steps_on_changing_batches_are_those_of_the_model(executor: str, place: Place) -> None:
     step = tiny_models.conv_net()
-    placed, plain = place(step, 5), copy.deepcopy(step)
+    placed, plain = place(step, 5, "conv_net"), copy.deepcopy(step)
     images, labels = step.inputs
     for number in range(3):
         batch = (images + number, labels.roll(number))
@@ -202,7 +206,7 @@ def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
     kind: str, name: str, place: Place
 ) -> None:
     step = with_optimizer(tiny_models.STEPS[name](), kind, weight_decay=0.1)
-    placed = place(step, 1)
+    placed = place(step, 1, name)
     assert not isinstance(placed, HookedModule)
     plain = copy.deepcopy(step)
     assert plain.optimizer is not None
@@ -228,7 +232,7 @@ def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
 @WITH_OPTIMIZER
 def test_without_an_optimizer_gradients_add_up(place: Place) -> None:
     step = tiny_models.conv_net()
-    placed, plain = place(step, 1), copy.deepcopy(step)
+    placed, plain = place(step, 1, "conv_net"), copy.deepcopy(step)
     assert not isinstance(placed, HookedModule)
     for _ in range(2):
         forward(plain).backward()
@@ -271,7 +275,7 @@ def test_a_batch_that_does_not_fit_is_refused(
     change: Callable[[Tensor, Tensor], tuple[object, ...]], message: str, place: Place
 ) -> None:
     step = tiny_models.conv_net()
-    placed = place(step, 0)
+    placed = place(step, 0, "conv_net")
     before = on_cpu(model_of(placed).state_dict())
     with pytest.raises(ValueError, match=message):
         placed.step(*change(*step.inputs))
@@ -284,7 +288,7 @@ def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
     executor: str, place: Place
 ) -> None:
     step = tiny_models.tied_weights()
-    placed = place(step, 0)
+    placed = place(step, 0, "tied_weights")
     before = on_cpu(model_of(placed).state_dict())
     tokens, target = step.inputs
     with pytest.raises((WorkerError, IndexError, RuntimeError)) as failure:
@@ -305,7 +309,7 @@ def test_an_op_that_fails_is_named_and_leaves_the_model_as_it_was(
 @pytest.mark.parametrize("name", ["head", "embedding"])
 def test_weights_that_are_tied_no_longer_are_refused(name: str, place: Place) -> None:
     step = tiny_models.tied_weights()
-    placed = place(step, 0)
+    placed = place(step, 0, "tied_weights")
     module = model_of(placed).get_submodule(name)
     module.weight = nn.Parameter(module.get_parameter("weight").detach().clone())
     with pytest.raises(ValueError, match="no longer"):
@@ -315,7 +319,7 @@ def test_weights_that_are_tied_no_longer_are_refused(name: str, place: Place) ->
 @EVERY
 def test_state_that_was_replaced_is_used(executor: str, place: Place) -> None:
     step = made("attention")
-    placed = place(step, 4)
+    placed = place(step, 4, "attention")
     changed = copy.deepcopy(step)
     with torch.no_grad():
         for parameter in changed.model.parameters():
@@ -329,7 +333,7 @@ def test_state_that_was_replaced_is_used(executor: str, place: Place) -> None:
 @pytest.mark.parametrize("executor", [EXECUTORS[0], EXECUTORS[2], QUEUED[2]])
 def test_closing_gives_the_model_back(place: Place) -> None:
     step = made("tied_weights")
-    placed = place(step, 0)
+    placed = place(step, 0, "tied_weights")
     assert isinstance(placed, PlacedModel | HookedModule)
     model = placed.model if isinstance(placed, PlacedModel) else placed._step.model
     names, ids = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from envs.executors.unplaced import UnplacedModel
-from graphs.extract import ExtractionError, StepError, Workload, extract
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores
 from tests.helpers.tiny_models import Plain, assert_same
 
@@ -68,17 +69,18 @@ FORMS = {
     "args, kwargs and target": Form(lambda x, y: ((), {"x": x}), names_target=True),
 }
 
-RUNNERS: dict[str, Callable[[Workload], Any]] = {
-    "torch devices": lambda step: by_calls(extract(step), ["cpu"]),
-    "hooks": lambda step: by_modules(extract(step, "modules"), ["cpu"]),
-    "unplaced": lambda step: UnplacedModel(extract(step), CORES[:1]),
+RUNNERS: dict[str, Callable[[Extraction], Any]] = {
+    "torch devices": lambda extraction: by_calls(extraction, ["cpu"]),
+    "hooks": lambda extraction: by_modules(extraction, ["cpu"]),
+    "unplaced": lambda extraction: UnplacedModel(extraction, CORES[:1]),
 }
+EXTRACTORS = {"torch devices": "auto", "hooks": "modules", "unplaced": "auto"}
 
 
 def placed_by(runner: str, step: Workload, extractor: str = "auto") -> Any:
     """Place a step on torch devices or cores; a machine with one core skips the test."""
     if runner != "cores":
-        return RUNNERS[runner](step)
+        return RUNNERS[runner](extract(step, EXTRACTORS[runner]))
     if len(CORES) < 2:
         pytest.skip("needs two cores")
     return on_cores(extract(step, extractor))
@@ -87,6 +89,18 @@ def placed_by(runner: str, step: Workload, extractor: str = "auto") -> Any:
 def model_of(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(1)
     return kind()
+
+
+@functools.cache
+def extracted(kind: type[nn.Module], form: str, extractor: str, training: bool) -> Extraction:
+    return extract(FORMS[form].workload(model_of(kind), X, Y, training=training), extractor)
+
+
+def placed_in(form: str, runner: str, step: Workload) -> Any:
+    """Place a step whose inputs have this form."""
+    kind: Any = type(step.model)  # to mypy, classes of modules have no hash
+    kept = extracted(kind, form, EXTRACTORS[runner], step.training)
+    return RUNNERS[runner](replace(kept, step=step))
 
 
 def expected(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -111,7 +125,7 @@ def test_a_step_takes_what_it_was_extracted_with(
     kind: type[nn.Module], runner: str, form: str
 ) -> None:
     step = FORMS[form].workload(model_of(kind), X, Y)
-    with RUNNERS[runner](step) as placed:
+    with placed_in(form, runner, step) as placed:
         assert_steps(placed, FORMS[form], step.model)
         for other in FORMS.values():
             assert_steps(placed, other, step.model)
@@ -136,7 +150,7 @@ def test_a_step_on_cores_takes_every_form() -> None:
 def test_inference_drops_the_target(runner: str, form: str) -> None:
     model = model_of(Strict)
     step = FORMS[form].workload(model, X, Y, training=False)
-    with RUNNERS[runner](step) as placed, torch.no_grad():
+    with placed_in(form, runner, step) as placed, torch.no_grad():
         out = model(Y)
         assert_same(placed.step(FORMS[form].inputs(Y, X), **FORMS[form].target(X)), out)
         assert_same(placed.step(Y), out)
@@ -151,7 +165,7 @@ def test_a_keyword_that_the_model_may_take_is_not_dropped_in_inference() -> None
             return out if mask is None else out * mask
 
     model = model_of(Masked)
-    placed = RUNNERS["hooks"](Workload.of(model, (X, Y), F.mse_loss)).eval()
+    placed = placed_by("hooks", Workload.of(model, (X, Y), F.mse_loss)).eval()
     assert_same(placed(X, mask=Y), model(X, Y).detach())
     placed.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, permutations, product
 from typing import Any
 
 import networkx as nx
@@ -12,14 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from envs.hardware.cluster import LONGEST_S, MOST_DEVICES, Cluster, Device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
-from envs.simulator.bounds import lower_bound_ns, missing_link, pace_ns
+from envs.simulator.bounds import _shares, lower_bound_ns, missing_link, pace_ns
 from envs.simulator.reasons import memory_shortfall
-from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.graph import ANY_KIND, GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.planted import Planted, planted
+from graphs.synthetic.shapes import Weights, fork_join, layered
 from tests.helpers.simulator_cases import one_kind, problem_of, random_case
 
 torch.set_num_threads(1)
@@ -50,6 +52,9 @@ def test_no_step_is_below_the_bound(seed: int) -> None:
         assert steps.min() >= lower_bound_ns(problem)
 
 
+BEHIND = [(i // 5 * 5 - 1, i) for i in range(5, 14) if i % 5 < 4]
+
+
 @pytest.mark.parametrize(
     ("count", "edges", "devices", "bound_ns"),
     [
@@ -58,6 +63,10 @@ def test_no_step_is_below_the_bound(seed: int) -> None:
         (3, [(0, 1)], 1, 6000),  # all work
         # Four ops on two devices, a bottleneck, four ops: 2 + 1 + 2 ops, though work / 2 is 4.5.
         (9, [(i, 4) for i in range(4)] + [(4, i) for i in range(5, 9)], 2, 10_000),
+        # Three times four ops with a bottleneck in between: 2 + 1 + 2 + 1 + 2 ops.
+        (14, [(i, i // 5 * 5 + 4) for i in range(9) if i % 5 < 4] + BEHIND, 2, 16_000),
+        # Four ops behind the first, then the last: 1 + 2 + 1 ops, though 2 of 8 are independent.
+        (8, [(0, i) for i in range(1, 5)] + [(i, 5) for i in range(1, 5)], 2, 8000),
     ],
 )
 def test_bounds_by_hand(
@@ -121,6 +130,115 @@ def test_every_bound_holds_for_the_best_of_all_placements() -> None:
         assert lower_bound_ns(problem) <= steps.min()
         tight += lower_bound_ns(problem) == steps.min()
     assert tight > 5
+
+
+def every_order(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Return all devices (B, N) with all priorities (B, N)."""
+    count = problem.op_count
+    devices = np.array(list(product(range(problem.device_count), repeat=count)), np.int32)
+    priority = np.array(list(permutations(range(count))), np.float64)
+    return np.repeat(devices, len(priority), axis=0), np.tile(priority, (len(devices), 1))
+
+
+def small(seed: int) -> Problem:
+    """Return 5 or 6 ops in up to three stages, on two devices of one or two kinds."""
+    rng = np.random.default_rng(seed)
+    graph = new_graph("small")
+    stage = sorted(rng.integers(0, 3, int(rng.integers(5, 7))).tolist())
+    for i in range(len(stage)):
+        cost_s = {kind: 1e-6 * int(rng.integers(1, 9)) for kind in "xy"}
+        add_op(graph, str(i), cost_s=cost_s, output_bytes=int(rng.integers(0, 9000)))
+    for u, v in combinations(range(len(stage)), 2):
+        if stage[u] < stage[v] and rng.random() < 0.8:
+            add_edge(graph, str(u), str(v))
+    cluster = two_kinds()
+    if rng.random() < 0.5:
+        equal = tuple(replace(device, kind="x") for device in cluster.devices)
+        cluster = replace(cluster, devices=equal)
+    return Problem.of(GraphArrays.from_graph(graph), cluster)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**7))
+def test_the_bound_is_at_most_the_optimum(seed: int) -> None:
+    problem = small(seed)
+    steps = Simulator(problem, memory=False).step_ns(*every_order(problem))
+    assert pace_ns(problem) <= lower_bound_ns(problem) <= steps.min()
+
+
+def plainly_longest(problem: Problem) -> int:
+    """Return the longest time before, in and after an op, as the docstring of paths_of says it."""
+    graph, devices = problem.graph, range(problem.device_count)
+    shares, total = _shares(problem.cost_ns, problem.allowed)
+    work = (shares // total).tolist()
+    edges = [
+        (u, int(v), int(graph.edge_bytes[e]))
+        for u in range(problem.op_count)
+        for e in range(graph.successor_start[u], graph.successor_start[u + 1])
+        for v in [graph.successors[e]]
+    ]
+    before, after = (
+        _plain_heads(problem, work, order, edges)
+        for order, edges in (
+            (graph.topological.tolist(), edges),
+            (graph.topological[::-1].tolist(), [(v, u, size) for u, v, size in edges]),
+        )
+    )
+    return max(
+        min(
+            before[v][d] + int(problem.cost_ns[v, d]) + after[v][d]
+            for d in devices
+            if problem.allowed[v, d]
+        )
+        for v in range(problem.op_count)
+    )
+
+
+def _plain_heads(
+    problem: Problem, work: list[int], order: list[int], edges: list[tuple[int, int, int]]
+) -> list[list[int]]:
+    """Return the least time before every op on every device; all devices are linked alike."""
+    devices = range(problem.device_count)
+    reached = nx.DiGraph([(u, v) for u, v, _ in edges])
+    reached.add_nodes_from(order)
+    heads = [[0 for _ in devices] for _ in order]
+    for v in order:
+        for here in devices:
+            for u, target, size in edges:
+                if target == v:
+                    heads[v][here] = max(
+                        heads[v][here],
+                        min(
+                            heads[u][there]
+                            + int(problem.cost_ns[u, there])
+                            + (problem.transfer_ns(size, there, here) if there != here else 0)
+                            for there in devices
+                            if problem.allowed[u, there]
+                        ),
+                    )
+        ancestors = nx.ancestors(reached, v)
+        for u in ancestors:
+            later = [w for w in ancestors if min(heads[w]) >= min(heads[u])]
+            least = min(heads[u]) + sum(work[w] for w in later)
+            heads[v] = [max(head, least) for head in heads[v]]
+    return heads
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**7))
+def test_the_bound_equals_its_plain_form(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights = Weights(ratio=float(rng.uniform(0.0, 2.0)), backward=bool(rng.random() < 0.5))
+    if rng.random() < 0.5:
+        graph = layered(rng, ops=24, width=4, weights=weights)
+    else:
+        graph = fork_join(rng, width=4, depth=2, weights=weights)
+    for _, node in graph.nodes(data=True):
+        cost_s = node["cost_s"][ANY_KIND]
+        node["cost_s"] = {"x": cost_s, "y": cost_s * float(rng.uniform(0.5, 2.0))}
+    problem = Problem.of(GraphArrays.from_graph(graph), two_kinds())
+    plain_ns = max(pace_ns(problem), plainly_longest(problem))
+    assert lower_bound_ns(problem) == plain_ns
 
 
 def apart(*limits: tuple[str, ...]) -> Problem:

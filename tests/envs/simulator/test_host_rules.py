@@ -102,7 +102,28 @@ def test_a_copy_in_line_holds_the_queues_of_both_gpus() -> None:
     # The copy takes from 20 to 120; the thread goes on.
     assert schedule.start_ns.tolist() == [10_000, 120_000, 120_000, 130_000]
     beside = run(graph, machine(overlap=True), [GPU, OTHER, GPU, OTHER], [4.0, 3.0, 2.0, 1.0])
-    assert beside.start_ns.tolist() == [10_000, 120_000, 30_000, 130_000]
+    assert beside.start_ns.tolist() == [10_000, 120_000, 40_000, 130_000]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_copy_between_gpus_is_issued_as_an_op_is(overlap: bool) -> None:
+    graph = ops({"a": 1.0, "b": 1.0, "c": 1.0}, "ab")
+    schedule = run(graph, machine(overlap=overlap), [GPU, OTHER, CPU], [3.0, 2.0, 1.0])
+    # a, its copy and b are issued; the copy is over at 120.
+    assert schedule.transfers.start_ns.tolist() == [20_000]
+    assert schedule.start_ns.tolist() == [10_000, 120_000, 30_000]
+
+
+def test_the_thread_writes_what_leaves_the_cpu_beside_its_ops_to_page_locked_memory() -> None:
+    graph = ops({"a": 50.0, "b": 1.0, "c": 1.0}, "ab")
+    graph.nodes["a"]["output_bytes"] = graph.edges["a", "b"]["bytes"] = 30_000
+    cluster = machine(overlap=True)
+    *gpus, cpu = cluster.devices
+    cpu = replace(cpu, bandwidth_bytes_per_s=2e9)  # a byte is read and written
+    schedule = run(graph, replace(cluster, devices=(*gpus, cpu)), [CPU, GPU, CPU], [3.0, 2.0, 1.0])
+    # 10 to issue the copy and 30 to write it; it takes from 90 to 190. b is launched until 100.
+    assert schedule.transfers.start_ns.tolist() == [90_000]
+    assert schedule.start_ns.tolist() == [0, 190_000, 100_000]
 
 
 def two_branches(forward_us: float = 1.0, backward_us: float = 1.0) -> nx.DiGraph[str]:
@@ -195,6 +216,6 @@ def test_candidates_take_the_order_of_the_graph_if_autograd_is_then_faster() -> 
     devices = np.array([CPU if op.endswith("x") else GPU for op in graph], np.int32)
     priority = np.array([float(op == "y") for op in graph])
     evaluator = Evaluator(problem)
-    # y first: its backward op is launched when the CPU is done with that of x, from 312 to 512.
-    assert evaluator.costs(devices[None], priority[None]).tolist() == [722_000]
-    assert evaluator.candidate(Kind.HEFT, devices, priority).step_ns == 512_000
+    # y first: its backward op is launched when the CPU is done with that of x, from 322 to 522.
+    assert evaluator.costs(devices[None], priority[None]).tolist() == [732_000]
+    assert evaluator.candidate(Kind.HEFT, devices, priority).step_ns == 522_000

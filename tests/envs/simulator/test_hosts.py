@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -51,7 +52,11 @@ def host_case(seed: int, *, large: bool = False, bad_places: bool = True) -> Cas
         for k in range(count)
         if (named := tuple(n for n, at in zip(cluster.names, number, strict=True) if at == k))
     )
-    return graph, replace(cluster, hosts=hosts), devices, priority
+    rated = tuple(
+        replace(device, bandwidth_bytes_per_s=rng.choice([math.nan, 4e9, 1.7e10]))
+        for device in cluster.devices
+    )
+    return graph, replace(cluster, devices=rated, hosts=hosts), devices, priority
 
 
 def with_backward_pass(rng: random.Random, graph: nx.DiGraph[str]) -> nx.DiGraph[str]:

@@ -302,9 +302,10 @@ def test_what_is_computed_outside_of_torch_is_refused_with_its_line(read: Any) -
         extract(step, "dispatch")
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("total_length", [None, 7])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("training", "total_length", "batch_first"),
+    [(True, None, True), (True, 7, False), (False, None, False), (False, 7, True)],
+)
 def test_packed_sequences_are_padded_again(
     training: bool, total_length: int | None, batch_first: bool
 ) -> None:
@@ -341,8 +342,9 @@ def test_packed_sequences_are_inputs_and_outputs(training: bool, bidirectional: 
     packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
     taking = Workload.of(Plain(padding, rnn=layer), packed, training=training)
     one_process.assert_runs_as_eager(extract(taking, "dispatch"))
-    giving = Workload.of(Plain(packing, rnn=layer), (x, lengths), training=False)
-    one_process.assert_runs_as_eager(extract(giving, "dispatch"))
+    if not training:
+        giving = Workload.of(Plain(packing, rnn=layer), (x, lengths), training=False)
+        one_process.assert_runs_as_eager(extract(giving, "dispatch"))
 
 
 def test_why_packed_sequences_cannot_be_exported_is_told_with_the_line() -> None:

@@ -22,6 +22,7 @@ from graphs.extract.program import VIEW
 from graphs.flops import further_formulas
 from graphs.graph import GraphArrays
 from tests.helpers import one_process, tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.extracted_steps import of_reference
 from tests.helpers.in_turn import LARGE, in_turn
 from tests.helpers.tiny_models import assert_same, eager, forward, saved_bytes, squared
 
@@ -55,6 +56,8 @@ CASES = [
 
 @functools.cache
 def extracted(name: str, extractor: str, training: bool = True) -> Extraction:
+    if name in tiny_reference_models.STEPS and extractor == "export":
+        return of_reference(name, training)
     torch.manual_seed(0)
     return extract(replace(STEPS[name](), training=training), extractor)
 

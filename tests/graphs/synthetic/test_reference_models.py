@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor
 
 from envs.executors.cores.instruction_lists import device_lists, priority_order
-from graphs.extract import Extraction, extract
 from graphs.models import moe
 from tests.helpers import one_process
+from tests.helpers.extracted_steps import of_reference
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import assert_same, eager
 from tests.helpers.tiny_reference_models import STEPS, TINY_MOE, parameter_count
@@ -24,16 +22,10 @@ torch.set_num_threads(1)
 EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 
-@functools.cache
-def extracted(name: str, training: bool) -> Extraction:
-    torch.manual_seed(0)
-    return extract(replace(STEPS[name](), training=training))
-
-
 @EITHER_MODE
 @pytest.mark.parametrize("name", in_turn(STEPS))
 def test_a_placed_step_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
-    extraction = extracted(name, training)
+    extraction = of_reference(name, training)
     expected = eager(extraction.step)
     count = extraction.program.op_count
     randomly = random.Random(name)
@@ -49,7 +41,7 @@ def test_a_placed_step_is_bit_for_bit_what_torch_computes(name: str, training: b
 
 @pytest.mark.parametrize("name", in_turn(STEPS))
 def test_training_reaches_every_parameter(name: str) -> None:
-    extraction = extracted(name, True)
+    extraction = of_reference(name, True)
     gradients = eager(extraction.step).gradients
     assert gradients.keys() == {name for name, _ in extraction.step.model.named_parameters()}
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
@@ -58,14 +50,14 @@ def test_training_reaches_every_parameter(name: str) -> None:
 @EITHER_MODE
 @pytest.mark.parametrize("name", in_turn(STEPS))
 def test_every_module_with_parameters_of_its_own_has_an_op(name: str, training: bool) -> None:
-    extraction = extracted(name, training)
+    extraction = of_reference(name, training)
     owners = {path.rpartition(".")[0] for path, _ in extraction.step.model.named_parameters()}
     assert owners <= {module for _, module in extraction.graph.nodes(data="module")}
 
 
 @EITHER_MODE
 def test_experts_of_a_layer_do_not_wait_for_each_other(training: bool) -> None:
-    graph = extracted("separate_moe", training).graph
+    graph = of_reference("separate_moe", training).graph
     experts = [
         [
             op_id

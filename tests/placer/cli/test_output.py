@@ -42,15 +42,20 @@ def build():
 
 @pytest.fixture
 def folder(files: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with graph.json, cluster.toml, model.py and a placement of each."""
+    """Return the current folder, with graph.json, cluster.toml and a placement."""
     graph, _ = files()
     monkeypatch.chdir(graph.parent)
     assert main(OPTIMIZE) == 0
+    return graph.parent
+
+
+@pytest.fixture
+def model(folder: Path) -> None:
+    """Write model.py and placements of it, too."""
     Path("model.py").write_text(MODEL)
     for name, device in (("of_model.json", "cuda:0"), ("here.json", "cpu")):
         content = {"format": "placer-placement/1", "devices": ops_of_model(device)}
         Path(name).write_text(json.dumps(content))
-    return graph.parent
 
 
 def ops_of_model(device: str) -> dict[str, str]:
@@ -79,9 +84,10 @@ RUNS = [
 MEASURING = ["machine --devices core:0 --out of_here.toml"]
 
 
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("runs", [RUNS, pytest.param(MEASURING, marks=pytest.mark.slow)])
 def test_json_is_all_there_is_on_stdout_and_quiet_leaves_nothing_else(
-    runs: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
+    runs: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     for run in runs:

@@ -25,6 +25,7 @@ from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around, parent
 from placer.exports.renaming import ExportError
 from tests.helpers import tiny_models, tiny_transformers
+from tests.helpers.extracted_steps import without_dropout
 from tests.helpers.in_turn import LARGE, in_turn
 from tests.helpers.placed_at_random import cut_placement, placement_of, random_placement
 from tests.helpers.vdev import vdev
@@ -156,6 +157,8 @@ STEPS: dict[str, Callable[[], Workload]] = {
 
 @functools.cache
 def extracted(name: str) -> Extraction:
+    if name in tiny_transformers.TARGETS:
+        return without_dropout(name)
     return extract(STEPS[name]())
 
 

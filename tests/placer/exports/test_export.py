@@ -29,6 +29,7 @@ from placer.exports.pipelining import Stage
 from placer.exports.placed_modules import PlacedModules, Stack
 from placer.exports.renaming import ExportError
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.extracted_steps import without_dropout
 from tests.helpers.placed_at_random import cut_placement, placement_of
 
 torch.set_num_threads(1)
@@ -48,10 +49,6 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "conv_net": tiny_models.conv_net,
     "inception": tiny_models.inception,
     "separate_moe": tiny_reference_models.separate_moe,
-    **{
-        name: functools.partial(tiny_transformers.without_dropout, name)
-        for name in tiny_transformers.TARGETS
-    },
 }
 
 
@@ -59,6 +56,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
 def extracted(name: str) -> Extraction:
     if name in tiny_transformers.TARGETS:
         pytest.importorskip("transformers")
+        return without_dropout(name)
     return extract(STEPS[name]())
 
 

@@ -68,11 +68,18 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @functools.cache
-def planned(name: str, share: float, *, training: bool = False) -> tuple[Workload, Any]:
-    """Return a step and its map if every GPU has this share of the memory that the step needs."""
+def needing(name: str, training: bool) -> tuple[Workload, int]:
+    """Return a step and the memory that it needs on one GPU."""
     step = workload(name, training=training)
     alone = placer.evaluate({"": "fast"}, step, devices=cluster(), progress=False)
-    limit = int(share * alone.result.peak_memory_bytes["fast"])
+    return step, alone.result.peak_memory_bytes["fast"]
+
+
+@functools.cache
+def planned(name: str, share: float, *, training: bool = False) -> tuple[Workload, Any]:
+    """Return a step and its map if every GPU has this share of the memory that the step needs."""
+    step, needed_bytes = needing(name, training)
+    limit = int(share * needed_bytes)
     return step, placer.device_map(step, devices=cluster(limit), budget="100e", progress=False)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,34 @@ import torch
 import torch.distributed as dist
 
 from envs.collectives import MeasuredAllReduce
+from envs.executors.process_settings import with_threads
 from envs.hardware.discover import physical_cores
 from envs.hardware.noise import Noise
 from placer.parallel import collectives
 from placer.parallel.collectives import (
+    GLOO,
+    NCCL,
     WARM_UP,
-    core_collectives,
+    Transport,
+    known_collectives,
     measure,
     measure_levels,
     rank_counts,
+    reduction_s,
     reduction_times_s,
+    seat_of,
 )
-from placer.parallel.local_ranks import LocalRanks, RankError
+from placer.parallel.local_ranks import LocalRanks, RankError, Seat
 from placer.parallel.methods import reductions
+from tests.fake_cuda import fake_cuda
 from tests.helpers.folders import ROOT
 from tests.helpers.processes import all_end, descendants
+from tests.helpers.second_devices import on_gpus
 
 CORE = physical_cores()[:1]  # enough for any number of ranks
+SEAT = Seat(cores=tuple(CORE))
+SMALL = replace(GLOO, sizes=(4, 4096))
+NEW = replace(SMALL, forked=False)
 TIMES = MeasuredAllReduce("gloo", ((2, 1000, 1e-3), (2, 2000, 2e-3)))
 DAMAGED_LEVELS = json.dumps(
     {
@@ -55,13 +66,38 @@ def sum_of_ranks(request: int) -> tuple[int, float, int, list[int]]:
     return os.getpid(), mine[0].item(), torch.get_num_threads(), sorted(os.sched_getaffinity(0))
 
 
+def naps() -> int:
+    """Return how often threads of this process went to sleep by themselves."""
+    statuses = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+    lines = (line for status in statuses for line in status.splitlines())
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_of_a_rank_wait_for_the_next_op_awake() -> None:
+    cores, ops = sorted(os.sched_getaffinity(0))[:2], 500
+    numbers = torch.zeros(1 << 18)
+
+    def naps_in_ops(_: Any) -> int:
+        before = naps()
+        for _ in range(ops):
+            numbers.add_(1)
+        return naps() - before
+
+    with with_threads(2):
+        numbers.add_(1)  # threads of this process, which the rank does not have
+        with LocalRanks([cores], answering(naps_in_ops)) as ranks:
+            fewest = min(*ranks.ask(None), *ranks.ask(None), *ranks.ask(None))
+    assert fewest < ops
+
+
 def test_ranks_are_pinned_copies_of_this_process_in_one_group() -> None:
     def note() -> str:
         return "no pickle holds this"
 
-    with LocalRanks([CORE, CORE], answering(lambda _: (note(), dist.get_rank()))) as ranks:
+    with LocalRanks([SEAT, SEAT], answering(lambda _: (note(), dist.get_rank()))) as ranks:
         assert ranks.ask(None) == [("no pickle holds this", 0), ("no pickle holds this", 1)]
-    with LocalRanks([CORE, CORE], answering(sum_of_ranks)) as ranks:
+    with LocalRanks([SEAT, SEAT], answering(sum_of_ranks)) as ranks:
         first, second = ranks.ask(10)
         assert [each[1:] for each in (first, second)] == [(21.0, 1, CORE)] * 2
         assert len({first[0], second[0], os.getpid()}) == 3
@@ -84,7 +120,7 @@ def task_name(task: Path) -> str:
 
 
 def test_threads_of_gloo_have_the_policy_for_batch_work_and_the_main_thread_does_not() -> None:
-    with LocalRanks([CORE, CORE], answering(policies)) as ranks:
+    with LocalRanks([SEAT, SEAT], answering(policies)) as ranks:
         for of_main, of_gloo in ranks.ask(None):
             assert set(of_gloo) == {os.SCHED_BATCH}
             assert of_main == os.sched_getscheduler(0)
@@ -100,11 +136,56 @@ def failing(request: str) -> int:
 
 @pytest.mark.parametrize(("request_", "reason"), [("fail", "^rank 1 cannot$"), ("die", "died")])
 def test_a_rank_that_fails_or_dies_is_an_error_and_all_end(request_: str, reason: str) -> None:
-    with LocalRanks([CORE, CORE], answering(failing)) as ranks:
+    with LocalRanks([SEAT, SEAT], answering(failing)) as ranks:
         pids = ranks.ask("work")
         with pytest.raises(RankError, match=reason):
             ranks.ask(request_)
     assert all_end(pids)
+
+
+def who(_: object) -> tuple[str, int, int, list[int]]:
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return gpus, os.getpid(), torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+
+
+def answers_who() -> Callable[[Any], Any]:
+    return who
+
+
+def answers_unless_second() -> Callable[[Any], Any]:
+    """Return what answers on the first rank, and fails, dies or hangs on the second one."""
+
+    def answer(request: str) -> int:
+        if dist.get_rank() == 1 and request == "hang":
+            signal.pause()
+        return failing(request)
+
+    return answer
+
+
+def test_ranks_may_be_new_processes_that_see_one_gpu_each() -> None:
+    seats = [replace(SEAT, gpu="GPU-a"), replace(SEAT, gpu="GPU-b")]
+    with LocalRanks(seats, answers_who, forked=False) as ranks:
+        first, second = ranks.ask(None)
+    assert [(each[0], *each[2:]) for each in (first, second)] == [
+        ("GPU-a", 1, CORE), ("GPU-b", 1, CORE),
+    ]  # fmt: skip
+    assert len({first[1], second[1], os.getpid()}) == 3
+    assert all_end([first[1], second[1]])
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [("fail", "^rank 1 cannot$"), ("die", "died"), ("hang", "did not answer for 0.5 s")],
+)
+def test_a_new_process_that_fails_dies_or_hangs_is_an_error_and_all_end(
+    request_: str, reason: str
+) -> None:
+    before = descendants()
+    started = LocalRanks([SEAT, SEAT], answers_unless_second, forked=False)
+    with started as ranks, pytest.raises(RankError, match=reason):
+        ranks.ask(request_, 0.5 if request_ == "hang" else 60.0)
+    assert all_end(descendants() - before)
 
 
 def test_what_fails_at_the_start_is_an_error_and_leaves_no_process() -> None:
@@ -114,7 +195,7 @@ def test_what_fails_at_the_start_is_an_error_and_leaves_no_process() -> None:
         raise ValueError("no model")
 
     with pytest.raises(RankError, match="no model"):
-        LocalRanks([CORE, CORE], work)
+        LocalRanks([SEAT, SEAT], work)
     assert all_end(descendants() - before)
 
 
@@ -126,16 +207,16 @@ def test_ctrl_c_while_ranks_work_ends_them() -> None:
             os.kill(os.getppid(), signal.SIGINT)
         signal.pause()
 
-    with pytest.raises(KeyboardInterrupt), LocalRanks([CORE, CORE], answering(interrupt)) as ranks:
+    with pytest.raises(KeyboardInterrupt), LocalRanks([SEAT, SEAT], answering(interrupt)) as ranks:
         ranks.ask(None)
     assert all_end(descendants() - before)
 
 
 PARENT = """
 import os, signal, sys
-from placer.parallel.local_ranks import LocalRanks
-core = [int(sys.argv[1])]
-with LocalRanks([core, core], lambda: lambda _: os.getpid()) as ranks:
+from placer.parallel.local_ranks import LocalRanks, Seat
+seat = Seat(cores=(int(sys.argv[1]),))
+with LocalRanks([seat, seat], lambda: lambda _: os.getpid()) as ranks:
     print(*ranks.ask(None), flush=True)
     signal.pause()
 """
@@ -157,11 +238,49 @@ def test_the_numbers_of_ranks_to_calibrate_are_few() -> None:
     ]  # fmt: skip
 
 
-def test_all_reduces_are_timed_for_every_size_and_number_of_ranks() -> None:
-    measured = measure([CORE, CORE, CORE], sizes=(4, 4096), repeats=3)
+@pytest.mark.parametrize("transport", [SMALL, NEW], ids=["forks", "new processes"])
+def test_all_reduces_are_timed_for_every_size_and_number_of_ranks(transport: Transport) -> None:
+    measured = measure(transport, [SEAT] * 3, repeats=3)
     assert [each[:2] for each in measured.times] == [(2, 4), (2, 4096), (3, 4), (3, 4096)]
     assert all(0 < seconds < 100 for *_, seconds in measured.times)
     assert measured.backend == "gloo"
+
+
+@pytest.mark.parametrize("count", [on_gpus(1, 1), on_gpus(2, 2)])
+def test_all_reduces_of_nccl_are_timed_between_ranks_with_a_gpu_each(count: int) -> None:
+    seats = [seat_of(f"cuda:{index}") for index in range(count)]
+    times = reduction_s(replace(NCCL, sizes=(4096, 1 << 20)), seats, repeats=3)
+    assert [size for size, _ in times] == [4096, 1 << 20]
+    assert all(0 < seconds < 100 for _, seconds in times)
+
+
+@pytest.mark.parametrize("device", [on_gpus(1, "cuda:0")])
+def test_ranks_that_share_a_gpu_are_an_error_within_the_limit(device: str) -> None:
+    with pytest.raises(RankError):
+        reduction_s(replace(NCCL, limit_s=60.0), [seat_of(device)] * 2)
+
+
+def test_all_reduces_of_gpus_are_kept_for_these_gpus_and_settings_of_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    used: list[tuple[Transport, list[Seat]]] = []
+
+    def measured(transport: Transport, seats: list[Seat]) -> MeasuredAllReduce:
+        used.append((transport, seats))
+        return replace(TIMES, backend=transport.name)
+
+    monkeypatch.setattr(collectives, "measure", measured)
+    with fake_cuda(3):
+        for names in (["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"], ["cuda:0", "cuda:2"]):
+            assert known_collectives(names).backend == "nccl"
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        known_collectives(["cuda:0", "cuda:1"])
+    assert [transport for transport, _ in used] == [NCCL] * 3
+    assert [[seat.gpu for seat in seats] for _, seats in used] == [
+        ["GPU-fake 0", "GPU-fake 1"], ["GPU-fake 0", "GPU-fake 2"], ["GPU-fake 0", "GPU-fake 1"],
+    ]  # fmt: skip
+    assert len(list(tmp_path.glob("collectives-*.json"))) == 3
 
 
 def sizes_reduced(_: object) -> tuple[int, list[str]]:
@@ -179,15 +298,15 @@ def sizes_reduced(_: object) -> tuple[int, list[str]]:
                 return real(*args, **keywords)
 
             patch.setattr(of, name, counted)
-        times_s = reduction_times_s((2, 2), 4096, 1)
+        times_s = reduction_times_s("cpu", (2, 2), 4096, 1)
     return len(times_s), called
 
 
 def test_hierarchical_all_reduces_are_timed_level_by_level() -> None:
-    by_level = measure_levels([CORE] * 4, [(2, 2)], sizes=(4, 4096), repeats=3)
+    by_level = measure_levels(SMALL, [SEAT] * 4, [(2, 2)], repeats=3)
     assert [each[:2] for each in by_level] == [((2, 2), 4), ((2, 2), 4096)]
     assert all(0 < seconds < 100 for *_, seconds in by_level)
-    with LocalRanks([CORE] * 4, answering(sizes_reduced)) as ranks:
+    with LocalRanks([SEAT] * 4, answering(sizes_reduced)) as ranks:
         for count, called in ranks.ask(None):
             assert count == 1
             assert called == ["reduce_scatter", "all_reduce", "all_gather"] * (1 + WARM_UP)
@@ -198,15 +317,14 @@ def test_levels_are_measured_once_and_kept_with_the_others(
 ) -> None:
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
     monkeypatch.setattr(collectives, "contended", lambda cores: False)
-    monkeypatch.setattr(collectives, "measure", lambda cores: TIMES)
-    small = functools.partial(measure_levels, sizes=(4, 4096), repeats=3)
-    monkeypatch.setattr(collectives, "measure_levels", small)
+    monkeypatch.setattr(collectives, "measure", lambda transport, seats: TIMES)
+    monkeypatch.setattr(collectives, "GLOO", SMALL)
     names = [f"core:{CORE[0]}"] * 4
-    assert core_collectives(names) == TIMES
-    found = core_collectives(names, [(2, 2)])
+    assert known_collectives(names) == TIMES
+    found = known_collectives(names, [(2, 2)])
     assert found.times == TIMES.times
     assert [each[:2] for each in found.by_level] == [((2, 2), 4), ((2, 2), 4096)]
-    assert core_collectives(names, [(2, 2)]) == core_collectives(names) == found
+    assert known_collectives(names, [(2, 2)]) == known_collectives(names) == found
 
 
 @pytest.mark.parametrize(
@@ -233,16 +351,16 @@ def test_calibrations_are_kept_unless_other_processes_used_the_cores(
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
     calls: list[object] = []
 
-    def counted(cores: object) -> MeasuredAllReduce:
-        calls.append(cores)
+    def counted(transport: Transport, seats: object) -> MeasuredAllReduce:
+        calls.append(seats)
         return TIMES
 
     monkeypatch.setattr(collectives, "measure", counted)
     monkeypatch.setattr(collectives, "contended", lambda cores: busy)
     name = f"core:{CORE[0]}"
-    assert core_collectives([name]) == core_collectives([name]) == TIMES
+    assert known_collectives([name]) == known_collectives([name]) == TIMES
     assert len(calls) == 1 + busy
-    core_collectives([name], fresh=True)
+    known_collectives([name], fresh=True)
     assert len(calls) == 2 + busy
 
 
@@ -255,11 +373,11 @@ def test_a_damaged_file_is_measured_again(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
-    monkeypatch.setattr(collectives, "measure", lambda cores: TIMES)
+    monkeypatch.setattr(collectives, "measure", lambda transport, seats: TIMES)
     monkeypatch.setattr(collectives, "contended", lambda cores: False)
     name = f"core:{CORE[0]}"
-    core_collectives([name])
+    known_collectives([name])
     [path] = tmp_path.iterdir()
     path.write_text(damage)
-    assert core_collectives([name]) == TIMES
+    assert known_collectives([name]) == TIMES
     assert json.loads(path.read_text())["times"] == [list(each) for each in TIMES.times]

@@ -18,7 +18,6 @@ from placer.policies.training import train
 from placer.policies.training.config import Length
 from tests.helpers.tiny_training import TINY, curve
 
-ray: Any = pytest.importorskip("ray")
 torch.set_num_threads(1)
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,13 @@ CONFIG = replace(TINY, length=Length(decodes=800))
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[tuple[Any, Any]]:
+def ray() -> Any:
+    """Import Ray, which takes a second, only where the tests run."""
+    return pytest.importorskip("ray")
+
+
+@pytest.fixture
+def two_nodes(ray: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a cluster of two nodes with one processor each, and its second node."""
     from ray.cluster_utils import Cluster
 
@@ -41,7 +46,7 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
 
 def test_training_goes_on_to_the_same_curve_when_a_node_dies(
-    tmp_path: Path, two_nodes: tuple[Any, Any]
+    tmp_path: Path, two_nodes: tuple[Any, Any], ray: Any
 ) -> None:
     cluster, second = two_nodes
     killers: list[threading.Thread] = []
@@ -66,7 +71,7 @@ def test_training_goes_on_to_the_same_curve_when_a_node_dies(
     assert curve(tmp_path / "cluster") == curve(tmp_path / "alone")
 
 
-def test_a_cluster_of_this_machine_is_not_reached_from_others() -> None:
+def test_a_cluster_of_this_machine_is_not_reached_from_others(ray: Any) -> None:
     tasks = RayTasks([])
     try:
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")

@@ -10,16 +10,22 @@ import pytest
 
 import placer
 from envs.collectives import MeasuredAllReduce
-from envs.hardware.cluster import cluster_to_toml
+from envs.hardware.cluster import Cluster, Link, cluster_to_toml
+from envs.hardware.discover import present
 from envs.placement import Placement
 from envs.replication import Replication
 from graphs.graph_file import save_graph
 from placer.cli.main import main
+from placer.parallel import collectives
+from placer.parallel.collectives import Transport
+from placer.parallel.local_ranks import Seat
 from placer.parallel.plan import run_plan
 from placer.replicate.messages import remarks_of
 from placer.replicate.sources import StepSource
+from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import nodes
-from tests.helpers.replica_plans import layers, planned, rated
+from tests.helpers.processes import all_end, descendants
+from tests.helpers.replica_plans import layers, planned, rated, training
 
 
 def test_a_placement_records_its_replicas_and_survives_its_file(tmp_path: Path) -> None:
@@ -78,6 +84,48 @@ def test_hierarchical_reductions_take_times_measured_for_their_levels(
     assert asked[1:] == [set()]
     assert not by_links.reduces_as_measured
     assert any("from the latency and bandwidth" in remark for remark in remarks_of(by_links))
+
+
+def gpus() -> Cluster:
+    """Return two fake GPUs with the link between them."""
+    cluster = present(["cuda:0", "cuda:1"])
+    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=2e10)
+    devices = tuple(replace(device, memory_bytes=10**9) for device in cluster.devices)
+    return replace(cluster, devices=devices, links=(link,))
+
+
+def test_reductions_between_gpus_of_this_machine_take_the_times_of_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    seats: list[list[Seat]] = []
+
+    def measured(transport: Transport, of_ranks: list[Seat]) -> MeasuredAllReduce:
+        seats.append(of_ranks)
+        return MeasuredAllReduce(transport.name, ((2, 1, 0.5), (2, 2, 0.5)))
+
+    monkeypatch.setattr(collectives, "measure", measured)
+    with fake_cuda(2):
+        plan = planned(training(), gpus(), Replication(replicas=2))
+        assert planned(training(), gpus(), Replication(replicas=2)).reduces_as_measured
+    assert [[seat.gpu for seat in each] for each in seats] == [["GPU-fake 0", "GPU-fake 1"]]
+    assert plan.best.step is not None
+    assert {reduction.seconds for _, reduction in plan.best.step.reductions} == {0.5}
+    assert any("by times of nccl" in remark for remark in remarks_of(plan))
+
+
+def test_a_plan_says_what_it_assumes_where_ranks_cannot_use_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    before = descendants()
+    with fake_cuda(2):
+        plan = planned(training(), gpus(), Replication(replicas=2))
+    assert plan.collectives is None
+    [remark, *_] = remarks_of(plan)
+    assert "(2 ranks, 10 us, 20.0 GB/s), as reductions of nccl could not be measured" in remark
+    assert all_end(descendants() - before)
+    assert not list(tmp_path.glob("collectives-*"))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iter
         yield page
 
 
+@pytest.fixture(scope="module")
+def shared_page(browser: Browser, report: Path) -> Iterator[Page]:
+    """Yield a page for tests that leave it as it is."""
+    with opened(browser, report) as page:
+        yield page
+
+
 def where(page: Page, node: str) -> dict[str, float]:
     """Return the position of a node (JavaScript) on the graph canvas."""
     place: dict[str, float] = page.evaluate(f"toScreen({node})")
@@ -168,10 +175,10 @@ def test_the_graph_begins_as_fit_makes_it_and_fit_cuts_no_node_off(page: Page) -
     assert page.evaluate(off) == 0
 
 
-def test_labels_of_an_axis_by_powers_of_ten_do_not_overlap(page: Page) -> None:
+def test_labels_of_an_axis_by_powers_of_ten_do_not_overlap(shared_page: Page) -> None:
     for begin, end in ((1, 1e6), (1, 250), (1e-3, 90), (3, 21), (1, 123_456), (0.02, 0.5)):
         for width in (260, 330, 560):
-            gaps = page.evaluate(
+            gaps = shared_page.evaluate(
                 f"""(() => {{
                   const drawn = svg("svg", {{ width: {width}, height: 246 }});
                   document.body.append(drawn);
@@ -227,8 +234,8 @@ def test_a_busy_machine_shows_both_clocks_and_no_bar_of_the_unplaced_step(
 @pytest.mark.parametrize(
     "label", ["a.layer.0.attention · softmax_backward", "encoder.weight", "convolution_backward"]
 )
-def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: str) -> None:
-    widths = page.evaluate(
+def test_a_label_keeps_last_names_and_is_cut_in_the_middle(shared_page: Page, label: str) -> None:
+    widths = shared_page.evaluate(
         """label => {
           const context = document.createElement("canvas").getContext("2d");
           context.font = `11.5px ${FONT}`;
@@ -288,9 +295,9 @@ def test_a_first_value_far_above_the_others_does_not_flatten_the_search_chart(pa
     assert heights[1] >= heights[0]
 
 
-def test_times_are_formatted_as_in_the_terminal(page: Page) -> None:
+def test_times_are_formatted_as_in_the_terminal(shared_page: Page) -> None:
     for seconds in (0.0261, 0.35214, 0.00955, 0.0011234, 0.7):
-        assert page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"
+        assert shared_page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"
 
 
 def test_search_finds_an_op_and_opens_the_modules_around_it(page: Page) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from envs.problem import Problem, toy_problem
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
-from graphs.graph import GraphArrays, add_op, new_graph
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.run import Annealing, anneal
 from placer.search.annealing.step_time import HOT, StepTimeAnnealing, initial_temperature
 from placer.search.evaluator import Evaluator
@@ -47,7 +48,8 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
     known = heuristics(evaluator)
     begin = known[start % len(known)]
     options = {"hot": 0.02, "senders": 0.5} if wild else {}
-    run = StepTimeAnnealing(evaluator, begin, seed, **options)
+    blocks = blocks_of(problem, sizes=(3, 8)) if wild else None
+    run = StepTimeAnnealing(evaluator, begin, seed, blocks=blocks, **options)
     run.run(300, first=0, total=300)
     best = run.best()
     assert best.step_ns <= begin.step_ns
@@ -56,6 +58,27 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
     step_ns = Simulator(problem).step_ns(best.devices, best.priority)[0]
     assert step_ns == best.step_ns
     assert best.step_ns in (run.best_cost, INFEASIBLE_NS)
+
+
+def test_blocks_are_modules_their_parents_and_clusters_of_the_heaviest_edges() -> None:
+    graph = new_graph("two layers")
+    for name in ("a.x", "a.y", "b.x", "b.y"):
+        for call in range(2):
+            add_op(graph, f"{name}@{call}:op", cost_s={"*": 1e-3}, module=name)
+    for call in range(2):
+        add_edge(graph, f"a.x@{call}:op", f"b.y@{call}:op", 1000)
+        add_edge(graph, f"a.y@{call}:op", f"b.x@{call}:op", 10)
+    problem = Problem.of(GraphArrays.from_graph(graph), one_kind(2))
+    blocks = blocks_of(problem, sizes=(2,))
+    found = [
+        {frozenset(row[a:b].tolist()) for a, b in zip(first, end, strict=True)}
+        for first, end, row in zip(*blocks, strict=True)
+    ]
+    assert found == [
+        {frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})},
+        {frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5}), frozenset({6, 7})},
+        {frozenset({0, 6}), frozenset({1, 7}), frozenset({2, 4}), frozenset({3, 5})},
+    ]
 
 
 def test_annealing_in_pieces_is_annealing_at_once() -> None:

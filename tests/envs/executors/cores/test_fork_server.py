@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from envs.executors.cores import fork_server
-from envs.executors.cores.fork_server import ForkServer
+from envs.executors.cores.fork_server import ForkServer, running_server
 from tests.helpers.folders import ROOT
 from tests.helpers.processes import all_end
 
@@ -38,7 +38,7 @@ def test_a_server_that_is_still_importing_ends_with_its_parent() -> None:
 def test_another_server_starts_where_one_is_killed_while_it_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = ForkServer(), ForkServer()
+    first, second = ForkServer(), running_server()
     monkeypatch.setattr(fork_server, "_server", first)
     os.kill(first._process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first._process.pid, os.WEXITED | os.WNOWAIT)
@@ -59,5 +59,4 @@ def test_another_server_starts_where_one_is_killed_while_it_is_asked(
         worker.close()
         for end in (ours, theirs):
             os.close(end)
-        for server in (first, second):
-            server.end()
+        first.end()

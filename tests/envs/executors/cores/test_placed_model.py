@@ -258,13 +258,13 @@ def test_placed_models_that_are_dropped_leave_no_worker_and_no_descriptor() -> N
         gc.collect()
         assert not any(map(is_alive, ids))
         # The state is still in the last mapping, which keeps its file open.
-        assert open_descriptors() <= before + 1
+        assert len(open_descriptors() - before) <= 1
     expected = state_of(step)
     for tensor in step.named_state().values():
         tensor.data = tensor.detach().clone()
         tensor.grad = None
     gc.collect()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     assert_same(state_of(step), expected)
 
 
@@ -299,4 +299,4 @@ def test_an_order_that_cannot_be_run_starts_nothing() -> None:
     cluster = two_cores()
     with pytest.raises(ValueError, match="runs a reader of op"):
         PlacedModel(extraction, cluster, [i % 2 for i in range(count)], range(count)[::-1])
-    assert open_descriptors() == before
+    assert open_descriptors() <= before

@@ -93,7 +93,7 @@ def test_a_worker_that_dies_is_named_with_its_last_op() -> None:
         pool.run(pool.number)
     del pool
     gc.collect()
-    assert open_descriptors() < descriptors
+    assert len(open_descriptors()) < len(descriptors)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -186,17 +186,17 @@ def test_ctrl_c_while_closing_still_ends_everything(monkeypatch: pytest.MonkeyPa
     pool.close()
     del pool
     gc.collect()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_worker_that_hangs_with_a_full_pipe_is_named() -> None:
-    with small_pool(step_timeout_s=1.5) as pool:
+    with small_pool(step_timeout_s=0.25) as pool:
         process_id = worker_ids(pool)[1]
         os.kill(process_id, signal.SIGSTOP)
         guard = threading.Timer(60, os.kill, (process_id, signal.SIGKILL))
         guard.start()
         try:
-            with pytest.raises(WorkerError, match=f"core:{CORES[1]} did not answer within 1.5 s"):
+            with pytest.raises(WorkerError, match=f"core:{CORES[1]} did not answer within 0.25 s"):
                 pool.load([[], [Run(i) for i in range(200_000)]])
         finally:
             guard.cancel()
@@ -219,7 +219,7 @@ def test_devices_that_cannot_be_had_are_refused_before_anything_starts(
     before = open_descriptors()
     with pytest.raises(ValueError, match=message):
         WorkerPool(program, devices)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_shared_memory_that_cannot_be_made_is_reported_with_its_size(

@@ -17,7 +17,7 @@ from envs.executors.torch.streams import arrived, sending
 from graphs.extract import Workload, extract
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import is_fake
-from tests.helpers import tiny_models
+from tests.helpers.extracted_steps import fresh
 from tests.helpers.op_log import OpLog
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import DEVICES, FAKE, on_gpus, second
@@ -48,8 +48,7 @@ def chain() -> Workload:
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(NAMES)))
 def test_random_placements_compute_the_same_and_send_as_much(seed: int, name: str) -> None:
-    torch.manual_seed(0)
-    extraction = extract(tiny_models.STEPS[name]())
+    extraction = fresh(name)
     step = copy.deepcopy(extraction.step)
     devices = random_devices(extraction, [CPU, second()], seed)
     order = random_order(extraction, seed) if seed else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from envs.executors.torch.placed_module import PlacedModule
-from graphs.extract import ExtractionError, Workload, extract
-from tests.helpers.extracted_steps import fresh, on
+from graphs.extract import Extraction, ExtractionError, Workload, extract
+from tests.helpers.extracted_steps import copied, fresh, on
 from tests.helpers.in_turn import in_turn
 from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import squared
@@ -30,6 +31,11 @@ def dropping() -> Workload:
         *(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)),
     )
     return Workload.of(model, (torch.randn(5, 4), torch.randn(5, 2)), squared)
+
+
+@functools.cache
+def extracted() -> Extraction:
+    return extract(dropping())
 
 
 def answer(step: Workload) -> Any:
@@ -55,7 +61,7 @@ def test_other_models_answer_as_they_do_in_eval_mode(name: str, device: torch.de
 def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> None:
     runs = []
     for validate in (False, True):
-        extraction = extract(dropping())
+        extraction = copied(extracted())
         placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 0))
         optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9)
         losses = []
@@ -74,7 +80,7 @@ def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> 
 
 
 def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.device) -> None:
-    extraction = extract(dropping())
+    extraction = copied(extracted())
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 2))
     where = {name: own.device for name, own in placed.state_dict().items()}
     random, sent = torch.get_rng_state(), placed.moved_bytes
@@ -91,7 +97,7 @@ def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.
 
 
 def test_what_is_placed_anew_is_so_in_both_modes(device: torch.device) -> None:
-    extraction = extract(dropping())
+    extraction = copied(extracted())
     expected = answer(extraction.step)
     placed = PlacedModule(extraction, on(extraction, device, lambda key: False)).eval()
     placed.place(on(extraction, device, lambda key: True))
@@ -126,17 +132,17 @@ class Clamped(nn.Linear):
 
 
 def test_a_copy_has_both_modes_of_its_own() -> None:
-    extraction = extract(dropping())
+    extraction = copied(extracted())
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True)).eval()
     inputs = extraction.step.model_inputs
     before = placed(*inputs)
-    copied = copy.deepcopy(placed)
+    other = copy.deepcopy(placed)
     with torch.no_grad():
-        for parameter in copied.parameters():
+        for parameter in other.parameters():
             parameter.zero_()
     assert torch.equal(placed(*inputs), before)
-    assert not copied(*inputs).any()
-    assert copied.train()(*extraction.step.inputs) == (extraction.step.inputs[1] ** 2).mean()
+    assert not other(*inputs).any()
+    assert other.train()(*extraction.step.inputs) == (extraction.step.inputs[1] ** 2).mean()
 
 
 def test_a_step_of_inference_may_be_trained_with_its_loss() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
-from graphs.extract import Workload, extract
+from graphs.extract import Extraction, Workload, extract
 from tests.helpers.extracted_steps import copied, fresh, on
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import FAKE, VDEV, opened_device
@@ -26,7 +28,7 @@ torch.set_num_threads(1)
 # --- in-place writes
 
 
-def written_through_views(writes: list[tuple[str, int]]) -> Workload:
+def written_through_views(writes: Sequence[tuple[str, int]]) -> Workload:
     """Return a step that writes and reads one tensor through views and sums the results."""
 
     def forward(m: nn.Module, x: Tensor) -> Any:
@@ -50,6 +52,11 @@ def written_through_views(writes: list[tuple[str, int]]) -> Workload:
     return Workload.of(model, (torch.randn(3, 3).double(),))
 
 
+@functools.lru_cache(100)
+def extracted(writes: tuple[tuple[str, int], ...]) -> Extraction:
+    return extract(written_through_views(writes))
+
+
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part")), st.integers(0, 2))
 
 
@@ -59,7 +66,7 @@ WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part"))
 def test_what_is_written_through_views_is_read_as_it_was(
     kind: str, writes: list[tuple[str, int]], seed: int
 ) -> None:
-    extraction = extract(written_through_views(writes))
+    extraction = copied(extracted(tuple(writes)))
     with opened_device(kind) as device:
         expected = copied(extraction)
         devices = random_devices(extraction, ["cpu", device], seed)

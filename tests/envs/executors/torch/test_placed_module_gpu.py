@@ -6,6 +6,7 @@ On a real device, and on a fake one whose streams run in several orders.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import Extraction, Workload, extract
 from tests.fake_cuda.machine import is_fake
-from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers import tiny_models, tiny_reference_models
+from tests.helpers.extracted_steps import copied, without_dropout
 from tests.helpers.in_turn import LARGE
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import CUDA as GPU
@@ -57,13 +59,19 @@ MODELS = pytest.mark.parametrize(
 
 
 def extracted(name: str) -> Extraction:
+    """Return an extraction with its own copy of the model."""
+    extraction = extracted_once(name)
+    if extraction.forward_program is None:
+        pytest.skip(f"torch {torch.__version__} cannot export {name}")
+    return copied(extraction)
+
+
+@functools.cache
+def extracted_once(name: str) -> Extraction:
     """Extract without dropout, because every device type has its own random numbers."""
-    torch.manual_seed(0)
     if name in TRANSFORMERS:
-        extraction = extract(tiny_transformers.without_dropout(name))
-        if extraction.forward_program is None:
-            pytest.skip(f"torch {torch.__version__} cannot export {name}")
-        return extraction
+        return without_dropout(name)
+    torch.manual_seed(0)
     step = STEPS[name]()
     if name in DOUBLE:
         images, *rest = step.inputs
