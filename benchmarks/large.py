@@ -7,7 +7,8 @@ Large graphs have 2,500 to 10,000 ops of six families on 8 or 16 devices, with `
 own on every device. The step is compared with the best of {single device, HEFT, ETF}, and with a
 lower bound that no placement may reach. Graphs with a planted optimum have 50 to 2,000 ops on 2 to
 16 unequal devices. Everything is simulated, with the default policy, and runs on one core, except
-"workers", where two workers on two cores are compared with one.
+"workers", where two workers on two cores are compared with one. What learning is worth on large
+graphs, at equal decodes and in equal time, is measured by :mod:`benchmarks.learning`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 import networkx as nx
 import numpy as np
 
+from benchmarks import learning
 from benchmarks.instances import Machine
 from benchmarks.quality import step_ns
 from benchmarks.record import Effort, Part
@@ -32,7 +34,7 @@ from graphs.graph import ANY_KIND, GraphArrays, new_graph
 from graphs.synthetic import sketches
 from graphs.synthetic.inception import inception
 from graphs.synthetic.planted import Planted, planted
-from graphs.synthetic.shapes import Weights, layered
+from graphs.synthetic.shapes import Weights, layered, sequence
 from placer.policies import load
 from placer.policies.pool import Exercise, exercise
 from placer.search.compilation import load_compiled_code
@@ -126,6 +128,11 @@ def _nmt(layers: int, steps: int) -> nx.DiGraph[str]:
     return sketches.nmt(layers=layers, steps=steps, batch=128)
 
 
+def _sequence(seed: int, layers: int, steps: int) -> nx.DiGraph[str]:
+    weights = Weights(ratio=0.8, backward=True)
+    return sequence(np.random.default_rng(seed), layers=layers, steps=steps, weights=weights)
+
+
 def _large(name: str, make: Callable[..., Any], *sizes: Any, on: str) -> Large:
     return Large(
         name=name, make=functools.partial(make, *sizes), devices=int(on[:-1]), kinds=on[-1]
@@ -151,6 +158,25 @@ QUICK: Final = (1, 3, 6, 10)
 LARGER: Final = (
     _large("transformer", _transformer, 96, 32, on="8e"),
     _large("layered", _layered, 6, 30_000, 100, 0.5, on="16u"),
+)
+SCARCE: Final = (  # besides those above: other numbers of devices, and another family
+    _large("sequence", _sequence, 7, 4, 300, on="8e"),
+    _large("sequence", _sequence, 8, 3, 500, on="4u"),
+    _large("transformer", _transformer, 24, 10, on="32e"),
+    _large("moe", _moe, 9, 16, 32, on="32u"),
+    _large("layered", _layered, 10, 6000, 24, 0.6, on="4e"),
+)
+LARGEST: Final = (
+    _large("layered", _layered, 11, 100_000, 64, 0.8, on="8e"),
+    _large("transformer", _transformer, 200, 36, on="8u"),
+)
+UNSEEN: Final = (  # no policy and no search was chosen by these
+    _large("nmt", _nmt, 5, 160, on="16e"),
+    _large("transformer", _transformer, 20, 14, on="8u"),
+    _large("moe", _moe, 21, 20, 24, on="8x"),
+    _large("inception", _inceptions, 12, on="4u"),
+    _large("layered", _layered, 22, 8000, 28, 0.6, on="32e"),
+    _large("sequence", _sequence, 23, 5, 350, on="16x"),
 )
 PLANTED_UNEQUAL: Final = (  # devices, ops of each, inputs of an op
     (2, 25, 2.0),
@@ -333,4 +359,13 @@ def parts(effort: Effort) -> dict[str, Part]:
         out["ratios"] = ratios = of_workers(placer, items, Budget(seconds=seconds), seeds)
         return workers_table(ratios, Budget(seconds=seconds))
 
-    return {"graphs": graphs, "optima": optima, "workers": workers}
+    regime = effort.pick(
+        quick=SCARCE[2:4], normal=(*LARGE, *SCARCE), full=(*LARGE, *SCARCE, *LARGEST)
+    )
+    unseen = effort.pick(quick=UNSEEN[:1], normal=UNSEEN, full=UNSEEN)
+    return {
+        "graphs": graphs,
+        "optima": optima,
+        "workers": workers,
+        **learning.parts(effort, regime, unseen),
+    }

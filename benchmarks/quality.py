@@ -26,8 +26,9 @@ from placer.search.portfolio import Portfolio
 from placer.search.registry import listings, placer_named
 from placer.search.request import Budget, Placer, SearchRequest
 
-TOO_SLOW: Final = ("exact", "sequence-to-sequence")
-"""For graphs of this size: the one proves, the other makes a hundred plans a second."""
+NEURAL: Final = ("op-by-op", "sequence-to-sequence")
+TOO_SLOW: Final = ("exact", *NEURAL)
+"""For graphs of this size: the one proves, the others make a few plans to a hundred a second."""
 BOUNDED: Final = ("inception 4", "nmt 4", "moe 4", "transformer 4")
 COMPARED: Final = (*BOUNDED, "inception 4u", "nmt 8", "moe 4u", "layered 8")
 
@@ -169,7 +170,29 @@ def parts(effort: Effort) -> dict[str, Part]:
             found[name] = {own.name: own.to_dict() for own in of_budget}
         return placer_table(scores, len(problems))
 
-    return {"optima": _loaded(optima), "bounds": _loaded(bounds), "placers": _loaded(placers)}
+    def neural(found: dict[str, Any]) -> Table:
+        register_baselines()
+        problems = problems_named(BOUNDED)
+        longer = Budget(seconds=effort.pick(quick=1.0, normal=60.0, full=300.0))
+        runs = [
+            *((name, placer_named(name), longer) for name in NEURAL),
+            ("portfolio", _portfolio(), Budget(seconds=0.1)),
+        ]
+        scores = {
+            f"{name}, {length}": searched(name, placer, problems, length, 1)
+            for name, placer, length in runs
+        }
+        found.update({name: own.to_dict() for name, own in scores.items()})
+        rows = [
+            (name, *(f"{ratio:.3f}" for ratio in own.ratios[0]), f"{own.median():.3f}")
+            for name, own in scores.items()
+        ]
+        note = "step / best of {single device, HEFT, ETF}; a network learns each problem"
+        columns = ("placer", *(item.family for item in problems), "geometric mean")
+        return Table("Op by op", note, columns, tuple(rows))
+
+    named = {"optima": optima, "bounds": bounds, "placers": placers, "neural": neural}
+    return {name: _loaded(part) for name, part in named.items()}
 
 
 def problems_named(names: Sequence[str]) -> list[Exercise]:

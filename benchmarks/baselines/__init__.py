@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from benchmarks.baselines.cross_entropy import CrossEntropy
+from benchmarks.baselines.op_by_op import OpByOp
 from benchmarks.baselines.sequence_to_sequence import SequenceToSequence
 from placer import register_placer
 
@@ -17,6 +18,7 @@ def register_baselines() -> None:
         SequenceToSequence,
         "REINFORCE on an LSTM that reads and places groups (2017)",
     )
+    register_placer("op-by-op", OpByOp, "MaskablePPO that places one op after the other")
     if find_spec("pymetis"):
         from benchmarks.baselines.min_cut import MinCut
 

@@ -33,6 +33,9 @@ Family: TypeAlias = Callable[[np.random.Generator, int], "nx.DiGraph[str]"]
 FEWEST_OPS: Final = 80
 """Smallest ``max_ops`` that every family can keep to."""
 
+USUAL_OPS: Final = 2000
+"""Largest ``max_ops`` at which models have their usual sizes; above, they are larger."""
+
 MIN_OPS: Final = 8
 """Fewest ops of a drawn graph."""
 
@@ -135,7 +138,7 @@ def _draw_sequence(rng: np.random.Generator, room: int, weights: Weights) -> nx.
 
 
 def _draw_nmt(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    layers, steps = int(rng.integers(2, 6)), int(rng.integers(5, 25))
+    layers, steps = int(rng.integers(2, 6)), int(rng.integers(5, 24 * _times(max_ops) + 1))
     batch = int(rng.integers(64, 257))
     return _fitting(
         lambda size: sketches.nmt(layers=size[0], steps=size[1], batch=batch),
@@ -146,7 +149,7 @@ def _draw_nmt(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
 
 
 def _draw_moe(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    layers, experts = int(rng.integers(2, 7)), int(rng.integers(6, 17))
+    layers, experts = int(rng.integers(2, 6 * _times(max_ops) + 1)), int(rng.integers(6, 17))
     tokens, seed = int(rng.integers(1024, 4097)), int(rng.integers(2**32))
     return _fitting(
         lambda size: sketches.moe(
@@ -159,7 +162,8 @@ def _draw_moe(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
 
 
 def _draw_transformer(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
-    layers, micro_batches = int(rng.integers(2, 13)), int(rng.integers(2, 9))
+    layers = int(rng.integers(2, 13))
+    micro_batches = int(rng.integers(2, 8 * _times(max_ops) + 1))
     tokens = int(rng.integers(256, 2049))
     return _fitting(
         lambda size: sketches.transformer(layers=size[0], micro_batches=size[1], tokens=tokens),
@@ -179,6 +183,11 @@ def _draw_sharded(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     program = programs[int(rng.integers(len(programs)))]
     shards, size = int(rng.integers(2, 6)), int(rng.integers(512, 4097))
     return _fitting(lambda sizes: program(shards=sizes[0], size=size), (shards,), (1,), max_ops)
+
+
+def _times(max_ops: int) -> int:
+    """Return how many times as many steps, layers or micro-batches models of this size have."""
+    return max_ops // 1000 if max_ops > USUAL_OPS else 1
 
 
 def _fitting(

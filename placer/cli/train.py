@@ -120,7 +120,11 @@ def _train(args: argparse.Namespace) -> int:
         if not files["checkpoint"].exists():
             raise
         raise JobError("stopped; the same command goes on from the last checkpoint") from None
+    failed = sum(row["failed"] for row in card["seeds"])
     line = f"{card['name']}: seed {card['seed']} of {config.seeds}, written to {files['weights']}"
+    if failed:
+        tried = sum(row["decodes"] for row in card["seeds"])
+        line = f"{line}; {failed} of {tried} decoded placements could not be run"
     print_result(args, lambda: {**card, "out": str(files["weights"])}, lambda _: print(line))
     return 0
 

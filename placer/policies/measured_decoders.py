@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -131,10 +132,17 @@ class MeasuredDecoders:
         keys = list(new)
         for first in range(0, len(keys), MOST_AT_ONCE):
             some = keys[first : first + MOST_AT_ONCE]
-            reference, *runs = self._run([self._reference, *(new[key] for key in some)])
-            if not reference.ok:
-                raise WorkerError(f"the best heuristic cannot be run: {reference.failure}")
-            self._remember(some, runs, reference)
+            if self._beside_reference(some, new):
+                # One of them may have taken the devices down with it: try each by itself.
+                why = [self._beside_reference([key], new) for key in some]
+                if all(why):
+                    raise WorkerError(f"the best heuristic cannot be run: {why[-1]}")
+
+    def _beside_reference(self, keys: Sequence[bytes], new: Mapping[bytes, Placement]) -> str:
+        """Measure placements with the reference; return why it failed, and with it all of them."""
+        reference, *runs = self._run([self._reference, *(new[key] for key in keys)])
+        self._remember(keys, runs, reference)
+        return "" if reference.ok else reference.failure or "it was not measured"
 
     def _run(self, placements: Sequence[Placement]) -> list[Measurement]:
         runs = measurements(self._backend.evaluate(placements))
@@ -149,13 +157,14 @@ class MeasuredDecoders:
         self.measured += len(runs)
         busy = contended([reference, *runs])
         for key, run in zip(keys, runs, strict=True):
-            if not run.ok:
+            if not run.ok or not reference.ok:
                 ratio = CANNOT_RUN
             elif run is reference or tied(run, reference, contended=busy):
                 ratio = 1.0
             else:
                 ratio = run.step_s(contended=busy) / reference.step_s(contended=busy)
-            self._ratios[key] = ratio
+            believable = math.isfinite(ratio) and 0.0 < ratio < CANNOT_RUN
+            self._ratios[key] = ratio if believable else CANNOT_RUN
 
     def _placement(
         self, devices: NDArray[np.int32], priority: NDArray[np.float64]

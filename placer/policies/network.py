@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
 }
 """Allowed ranges of tensor values, by the first part of their names."""
 _SHARED: Final = ("feature_mean", "feature_deviation")
+_ANY_FORMAT: Final = re.compile(r"placer-policy/\d{1,9}")
 _OTHERS: Final = "others."
 _OTHER_KEY: Final = re.compile(r"others\.(\d+)\.([a-z].*)")
 
@@ -171,7 +173,7 @@ def load(name: str) -> Policy:
     path = path_of(name)
     tensors_path, card_path = file_of(path, WEIGHTS), file_of(path, CARD)
     try:
-        card = load_checked(card_path, _card)
+        card = load_checked(card_path, partial(_card, path=path))
         tensors = _tensors(tensors_path)
     except OSError as error:
         raise ValueError(f"{path}: not a policy: {error}") from error
@@ -181,10 +183,17 @@ def load(name: str) -> Policy:
         raise ValueError(f"{tensors_path}: {brief(str(error))}") from error
 
 
-def _card(content: object) -> dict[str, Any]:
+def _card(content: object, path: Path) -> dict[str, Any]:
     card = table(content, "")
-    if card.get("format") != FORMAT:
-        raise ValueError(f"the format is not {FORMAT!r}; train the policy again")
+    if (given := card.get("format")) != FORMAT:
+        if not isinstance(given, str) or not _ANY_FORMAT.fullmatch(given):
+            raise ValueError(f"the format is not {FORMAT!r}: not the card of a policy")
+        config = path.with_name(f"{path.name}.toml")
+        shown = config if config.is_file() else "CONFIG.toml"
+        raise ValueError(
+            f"the format is not {FORMAT!r} but {given!r}, of another version of placer; train the "
+            f"policy anew: placer train --config {shown} --out {path}"
+        )
     table(card.get("evaluations", {}), "evaluations")
     return card
 

@@ -47,12 +47,14 @@ _Ratio: TypeAlias = Annotated[float, Within(1e-6, 1e6)]
 class Clusters:
     """Distribution of clusters; one link joins all devices.
 
-    Slower devices are 1.5 to 4 times slower. ``comm_ratio``, if given, determines the bandwidth:
+    Slower devices are 1.5 to 4 times slower; unrelated costs are drawn for every op and device.
+    ``comm_ratio``, if given, determines the bandwidth:
     the time to send every output once, over the time of all ops.
     """
 
     devices: _Counts = (2, 2, 3, 4, 5, 6, 8)  # one of these numbers
     unequal_share: Annotated[float, Within(0.0, 1.0)] = 0.25  # share with slower devices
+    unrelated_share: Annotated[float, Within(0.0, 1.0)] = 0.0  # with costs per op and device
     latencies_s: _Latencies = (5e-6, 15e-6, 30e-6)  # one of these
     bandwidth_bytes_per_s: tuple[_Bandwidth, _Bandwidth] = (8e9, 50e9)  # log-uniform
     comm_ratio: tuple[_Ratio, _Ratio] | None = None  # log-uniform
@@ -74,6 +76,11 @@ class Clusters:
             kinds[:slow] = [SLOWER] * slow
             factor = float(rng.uniform(1.5, 4.0))
             graph = replace(graph, cost_s={FASTEST: cost, SLOWER: cost * factor})
+        if self.unrelated_share and rng.random() < self.unrelated_share:
+            kinds = [f"kind {d}" for d in range(count)]
+            deviation = float(rng.uniform(0.2, 0.8))
+            factors = np.exp(deviation * rng.standard_normal((count, len(graph))))
+            graph = replace(graph, cost_s=dict(zip(kinds, cost * factors, strict=True)))
         devices = tuple(
             Device(name=f"device:{i}", kind=kind, memory_bytes=1 << 45)
             for i, kind in enumerate(kinds)

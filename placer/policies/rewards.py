@@ -4,10 +4,14 @@ A reward is ``(expected - log(cost / reference)) / spread``, clipped at both end
 expect the reference of every problem, the best of {single device, HEFT, ETF}. Relative rewards
 expect the average of untrained weights around HEFT, in units of their standard deviation, so that
 problems with much to gain do not dominate the others, and none is hopeless.
+
+Search keeps the best of several decodes. To train for that, samples of one problem can be rewarded
+by what they add to the best of k: :func:`added_to_best`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +30,8 @@ FARTHEST_REWARD: Final = 5.0
 SMALLEST_SPREAD: Final = 0.01
 """Weights that change a step by less than this teach nothing."""
 SEED: Final = 5_000_000
+TOGETHER: Final = 16
+"""Samples of one problem that are rewarded by what they add to the best of some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,10 +44,32 @@ class Rewards:
     most: float
 
     def of(self, numbers: NDArray[np.int64], ratios: NDArray[np.floating]) -> NDArray[np.float32]:
-        """Return rewards (B,) of costs over references (B,) on the problems ``numbers`` (B,)."""
-        gain = self.expected[numbers] - np.log(ratios)
+        """Return rewards (B,) of costs over references (B,) on the problems ``numbers`` (B,).
+
+        A ratio that is no finite number above 0 is worth ``least``.
+        """
+        known = np.isfinite(ratios) & (ratios > 0.0)
+        gain = self.expected[numbers] - np.log(np.where(known, ratios, 1.0))
         cut = np.clip(gain / self.spread[numbers], self.least, self.most)
-        return np.asarray(cut, np.float32)
+        return np.asarray(np.where(known, cut, self.least), np.float32)
+
+
+def added_to_best(rewards: NDArray[np.floating], k: int) -> NDArray[np.float32]:
+    """Return what each of the samples (G, n) of a problem adds to the best of k, on average.
+
+    That is ``max(reward - best of k - 1 others, 0)``, averaged over all choices of the others. Its
+    policy gradient is that of the expected best of k, since the best of the others is a baseline.
+    """
+    count = rewards.shape[1]
+    order = np.argsort(rewards, axis=1, kind="stable")
+    ascending = np.take_along_axis(rewards, order, axis=1).astype(np.float64)
+    # The j-th smallest is the best of the others if they are among the j smallest.
+    choices = math.comb(count - 1, k - 1)
+    chance = np.array([math.comb(j, k - 2) for j in range(count)]) / choices
+    below, total = np.cumsum(chance), np.cumsum(chance * ascending, axis=1)
+    added = np.empty_like(ascending)
+    np.put_along_axis(added, order, below * ascending - total, axis=1)
+    return np.asarray(added, np.float32)
 
 
 def plain_rewards(count: int) -> Rewards:

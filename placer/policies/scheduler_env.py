@@ -24,7 +24,7 @@ from graphs.text import suggestion
 from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
-from placer.policies.rewards import Rewards, plain_rewards
+from placer.policies.rewards import TOGETHER, Rewards, added_to_best, plain_rewards
 from placer.policies.summary import FEATURES
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
@@ -168,16 +168,19 @@ class SchedulerBatch(VecEnv):
         decoders: Decoders | None = None,
         scale: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
         rewards: Rewards | None = None,
+        best_of: int = 1,
     ) -> None:
         """Create ``count`` environments that draw from one pool; ``decoders`` hold its problems.
 
         Observations are in units of ``scale``, by default the pool's own. ``rewards`` default to
-        those of the plain environment.
+        those of the plain environment. With ``best_of`` above 1, TOGETHER environments in a row
+        have the same problem and are rewarded by what they add to the best of so many.
         """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
         self.decoders = decoders or InProcess([item.evaluator for item in self.pool])
         self.rewards = rewards or plain_rewards(len(self.pool))
+        self.best_of = best_of
         self.chosen = np.arange(len(self.pool))
         self._random = np.random.default_rng(seed)
         mean, deviation = scale or pool_scale(self.pool)
@@ -189,7 +192,9 @@ class SchedulerBatch(VecEnv):
 
     def reset(self) -> NDArray[np.float32]:
         """Draw problems; return their observations (count, F)."""
-        self._current = self.chosen[self._random.integers(len(self.chosen), size=self.num_envs)]
+        together = TOGETHER if self.best_of > 1 else 1
+        drawn = self._random.integers(len(self.chosen), size=self.num_envs // together)
+        self._current = np.repeat(self.chosen[drawn], together)
         return self._observations[self._current]
 
     def step_async(self, actions: NDArray[np.float32]) -> None:
@@ -204,6 +209,8 @@ class SchedulerBatch(VecEnv):
             item.ratio(max(cost, 1)) for item, cost in zip(items, costs.tolist(), strict=True)
         ]
         rewards = self.rewards.of(self._current, np.array(ratios))
+        if self.best_of > 1:
+            rewards = added_to_best(rewards.reshape(-1, TOGETHER), self.best_of).reshape(-1)
         infos: list[dict[str, Any]] = [
             {"terminal_observation": self._observations[number], "ratio": ratio}
             for number, ratio in zip(self._current, ratios, strict=True)

@@ -42,7 +42,7 @@ from placer.search.workers import Team, Workers
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
-"""Maximum share of the budget for samples of the policy."""
+"""Maximum share for samples of the policy; all shares are of the budget that heuristics leave."""
 SAMPLE_SPREAD: Final = 1.5
 """Samples vary by this many standard deviations of the policy, but at least by SIGMA: training
 narrows the deviations to what suits its own families, which is too little where the policy errs on
@@ -116,6 +116,7 @@ class _Search:
         count = 2 + MOST_STARTS + workers.count
         self.seeds = np.random.SeedSequence(request.seed).generate_state(count).tolist()
         self.bound_ns = lower_bound_ns(request.problem) if bounded else 0
+        self.began = 0.0  # share of the budget that the heuristics took
         self.known: list[Candidate] = []
         self.new: list[Candidate] = []
         self.chunk = 1
@@ -125,6 +126,7 @@ class _Search:
         """Evaluate the heuristics."""
         self.known = heuristics(self.evaluator)
         self.meter.spend(len(self.known))
+        self.began = self.meter.share()
         self._note("heuristics", ranked(self.known)[0].step_ns)
 
     def evolve(self, policy: Proposer | None) -> None:
@@ -200,9 +202,10 @@ class _Search:
 
     def _decode(self, kind: Kind, rows: Floats, share: float) -> Longs:
         """Return costs of weights (B, 21 or 29), of fewer if ``share`` of the budget is spent."""
+        end = self.began + (1.0 - self.began) * share
         costs: list[int] = []
         best: Candidate | None = None
-        while len(costs) < len(rows) and not self.meter.over(share):
+        while len(costs) < len(rows) and not self.meter.over(end):
             left = self.meter.left()
             size = min(max(self.chunk, self.workers.count), len(rows) - len(costs))
             size = size if left is None else min(size, left)

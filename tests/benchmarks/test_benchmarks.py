@@ -17,6 +17,7 @@ from benchmarks import (
     extraction,
     instances,
     large,
+    learning,
     max_load,
     quality,
     search,
@@ -236,6 +237,21 @@ def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> No
     assert len(np.unique(costs, axis=1).T) == distinct
     [*_, mean] = large.large_table({name: scores}, budgets).rows
     assert mean[0] == "geometric mean"
+
+
+def test_learning_is_compared_at_equal_decodes() -> None:
+    small = replace(large.LARGE[-1], make=partial(large._layered, 1, 60, 4, 0.5))
+    problems = [replace(small, kinds=kinds) for kinds in "eu"]
+    of = learning.proposers()
+    found = learning.compared(of, problems, (16, 64), 2, seconds=False)
+    assert [own.name for own in found[16]] == list(of)
+    for few, many in zip(found[16], found[64], strict=True):
+        assert many.median() <= few.median() <= 1.0
+    again = learning.compared(of, problems, (16,), 2, seconds=False)
+    assert [own.ratios.tolist() for own in again[16]] == [own.ratios.tolist() for own in found[16]]
+    table = learning.learning_table("Learning", problems, found, unit="decodes")
+    assert table.columns[1:3] == ("16 decodes", "16 decodes, unequal")
+    assert [len(row) for row in table.rows] == [5] * len(of)
 
 
 def test_searches_are_compared_problem_by_problem(inception: Exercise) -> None:

@@ -46,6 +46,7 @@ from graphs.synthetic.families import FEWEST_OPS
 from placer.policies.network import GENERALIST
 from placer.policies.pool import Clusters, families
 from placer.policies.records import Items, Within, check_ranges, plain, record
+from placer.policies.rewards import TOGETHER
 
 FORMAT: Final = "placer-training/1"
 MOST_SEEDS: Final = 1_000_000
@@ -104,10 +105,16 @@ class Ppo:
     log_std: Annotated[float, Within(-10.0, 2.0)] = -1.6  # initial, of actions
     average_rollouts: Annotated[int, Within(1, 10**6)] = 1  # of the policy's averaging window
     reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
+    best_of: Annotated[int, Within(1, TOGETHER)] = 1  # above 1: maximize the best of so many
 
     def __post_init__(self) -> None:
         check_ranges(self)
         within(self.environments * self.steps, 2, MOST_STEPS, "environments x steps")
+        if self.best_of > 1 and self.environments % TOGETHER:
+            raise ValueError(
+                f"environments is {self.environments}, but with best_of they are in groups of "
+                f"{TOGETHER}: choose a multiple"
+            )
 
     def learning_rate_at(self, share: float) -> float:
         """Return the learning rate when ``share`` of the training is done."""

@@ -18,6 +18,7 @@ from stable_baselines3.common.policies import BasePolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from placer.policies.network import Policy
+from placer.policies.pool import CANNOT_RUN
 from placer.policies.scheduler_env import SchedulerBatch
 from placer.policies.training.config import TrainingConfig
 
@@ -50,6 +51,7 @@ class Learner:
         self.batch = batch
         self.learning_rate = config.ppo.learning_rate
         self.model = _model(config, seed, batch, lambda _: self.learning_rate)
+        self.failed = 0  # decodes so far whose placements cannot be run
         self._average = _average(self.model.policy, config.ppo.average_rollouts)
         self._ratios = _Ratios()
 
@@ -65,7 +67,10 @@ class Learner:
         return cast(BasePolicy, self._average.module) if begun else self.model.policy
 
     def rollout(self) -> dict[str, float]:
-        """Collect a rollout and learn from it; return its row of the log."""
+        """Collect a rollout and learn from it; return its row of the log.
+
+        Its ratios are those of the placements that can be run.
+        """
         self._ratios.ratios.clear()
         try:
             self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
@@ -76,10 +81,14 @@ class Learner:
         self._average.update_parameters(self.model.policy)
         values = self.model.logger.name_to_value
         ratios = np.array(self._ratios.ratios)
+        ran = ratios[(ratios > 0.0) & (ratios < CANNOT_RUN)]
+        failed = len(ratios) - len(ran)
+        self.failed += failed
         return {
             "decodes": self.decodes,
-            "mean_ratio": float(np.exp(np.log(ratios).mean())) if len(ratios) else np.nan,
-            "best_ratio": float(ratios.min()) if len(ratios) else np.nan,
+            "mean_ratio": float(np.exp(np.log(ran).mean())) if len(ran) else np.nan,
+            "best_ratio": float(ran.min()) if len(ran) else np.nan,
+            "failed": failed,
             "log_std": float(self.model.policy.log_std.detach().mean()),
             **{column: float(values.get(name, np.nan)) for column, name in LOGGED.items()},
             "learning_rate": self.learning_rate,
@@ -110,6 +119,7 @@ class Learner:
             tensors,
             {
                 "decodes": self.decodes,
+                "failed": self.failed,
                 "updates": int(model._n_updates),
                 "numpy": [keys, position, has_gauss, gauss],
                 "batch": self.batch.state(),
@@ -130,6 +140,7 @@ class Learner:
             groups = model.policy.optimizer.state_dict()["param_groups"]
             model.policy.optimizer.load_state_dict({"state": state, "param_groups": groups})
             model.num_timesteps = data["decodes"]
+            self.failed = data["failed"]
             model._n_updates = data["updates"]
             model._last_obs = self.batch.restore(data["batch"])
             starts = data["starts"]

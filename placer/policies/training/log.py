@@ -22,6 +22,7 @@ COLUMNS: Final = (
     "decodes",
     "mean_ratio",  # geometric, of step / best of {single device, HEFT, ETF}
     "best_ratio",
+    "failed",  # decodes whose placements cannot be run: over memory, or a failed measurement
     "log_std",
     "policy_loss",
     "value_loss",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from envs.hardware.cluster import Cluster
     from graphs.extract import Workload
 
-CHECKPOINT_FORMAT: Final = "placer-checkpoint/3"
+CHECKPOINT_FORMAT: Final = "placer-checkpoint/4"
 RATIOS: Final = "ratios"
 """Ratios of one decode on every validation graph: in checkpoints, not in cards."""
 
@@ -228,7 +228,8 @@ class _Run:
             if rollouts % config.checkpoint_rollouts == 0:
                 self._checkpoint(learner, rollouts, spent_s)
             share = config.length.share(learner.decodes, spent_s)
-            self._report(share, f"seed {seed}, {learner.decodes} decodes{_ratio(row)}")
+            done = f"{learner.decodes} decodes{_ratio(row)}{_failures(learner.failed)}"
+            self._report(share, f"seed {seed}, {done}")
         return learner, spent_s
 
     def _checkpoint(self, learner: Learner, rollouts: int, spent_s: float) -> None:
@@ -248,6 +249,7 @@ class _Run:
         return {
             "seed": seed,
             "decodes": learner.decodes,
+            "failed": learner.failed,
             "spent_s": round(spent_s, 1),
             "validation": {"mean": mean(alone), "best_of_16": mean(sampled)},
             "test": table(tests, *self.task.scores(learner.policy, tests)),
@@ -325,6 +327,11 @@ def _digest(config: TrainingConfig, curriculum: Curriculum) -> str:
         return ",".join([problem.graph.hash, *problem.cluster.names])
     summaries = np.stack([item.summary for item in curriculum.pool])
     return hashlib.sha256(summaries.round(6).tobytes()).hexdigest()
+
+
+def _failures(count: int) -> str:
+    """Return the count of decodes whose placements cannot be run, as the end of a sentence."""
+    return f", {count} failed" if count else ""
 
 
 def _ratio(row: Mapping[str, float]) -> str:

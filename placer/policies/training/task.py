@@ -106,6 +106,7 @@ class Task:
             self.decoders,
             scale=self.scale,
             rewards=self._relative,
+            best_of=self.config.ppo.best_of,
         )
 
     def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:

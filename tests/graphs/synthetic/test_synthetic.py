@@ -145,6 +145,15 @@ def test_smallest_and_largest_members_of_a_family_keep_to_its_limits(
         assert MIN_OPS <= len(graph) <= FEWEST_OPS, f"{highest:b}"
 
 
+@pytest.mark.parametrize("family", ["nmt", "moe", "transformer"])
+def test_models_are_larger_than_usual_where_there_is_room(family: str) -> None:
+    def largest(max_ops: int) -> int:
+        return max(len(draw(np.random.default_rng(s), family, max_ops=max_ops)) for s in range(8))
+
+    assert largest(2000) <= 1200
+    assert 2000 < largest(5000) <= 5000
+
+
 def test_draw_refuses_unknown_families_and_too_few_ops() -> None:
     with pytest.raises(ValueError, match="no family 'rnn'"):
         draw(rng(), "rnn")

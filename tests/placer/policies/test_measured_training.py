@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from envs.backend import StepResult
 from envs.executors.cores.errors import WorkerError
@@ -26,7 +27,7 @@ from graphs.extract import Workload
 from placer.cli.main import main
 from placer.policies import load
 from placer.policies.measured_decoders import MeasuredDecoders
-from placer.policies.pool import exercise
+from placer.policies.pool import CANNOT_RUN, exercise
 from placer.policies.rewards import WORST_REWARD
 from placer.policies.scheduler_env import SchedulerEnv
 from placer.policies.training import Length, config_of, train
@@ -56,18 +57,26 @@ class Machine:
         slower = np.rint(problem.cost_ns * np.array(factors)).astype(np.int64)
         self.simulator = Simulator(replace(problem, cost_ns=slower), memory=False)
         self.broken = False
+        self.spoilt: Callable[[Placement], bool] = lambda _: False
+        self.times_spoilt: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
         self.batches: list[int] = []
         self.rng = np.random.default_rng(0)
 
     def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
         """Return nine rounds of each."""
         self.batches.append(len(placements))
-        if self.broken:
+        spoilt = [self.spoilt(own) for own in placements]
+        if self.broken or (any(spoilt) and self.times_spoilt is None):
             nothing = np.array([])
             failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
             return [StepResult.of_measurement(failed, {})] * len(placements)
         steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
         runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
+        if self.times_spoilt is not None:
+            runs = [
+                self.times_spoilt(run) if bad else run
+                for run, bad in zip(runs, spoilt, strict=True)
+            ]
         return [
             StepResult.of_measurement(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs
         ]
@@ -120,6 +129,46 @@ def test_a_machine_that_fails_is_an_error_with_the_reason() -> None:
     weights = HEFT + np.random.default_rng(1).normal(size=(3, WEIGHT_COUNT))
     with pytest.raises(WorkerError, match="cannot be run: it died"):
         decoders.costs(np.zeros(3, np.int64), weights)
+
+
+@pytest.mark.parametrize("taken", [None, np.nan])
+def test_a_placement_that_fails_or_has_no_time_is_worst_and_the_others_count(
+    taken: float | None,
+) -> None:
+    decoders, machine = decoders_on((1.0, 1.0))
+    weights = HEFT + np.random.default_rng(1).normal(size=(6, WEIGHT_COUNT))
+    expected = decoders_on((1.0, 1.0))[0].costs(np.zeros(6, np.int64), weights)
+    devices = decoders.evaluator.decode(weights)[0]
+    bad = devices[2].tolist()
+    machine.spoilt = lambda own: own.arrays()[0].tolist() == bad
+    if taken is not None:  # without, it takes all devices down with it
+        machine.times_spoilt = lambda run: np.full_like(run, taken)
+    costs = decoders.costs(np.zeros(6, np.int64), weights)
+    alike = (devices == devices[2]).all(axis=1)
+    assert 1 <= alike.sum() < 6
+    assert (costs[alike] == decoders.item.reference_ns * CANNOT_RUN).all()
+    assert costs[~alike] == pytest.approx(expected[~alike], rel=0.01)
+
+
+def test_a_training_goes_on_after_failed_measurements_and_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoders, machine = decoders_on((1.0, 1.0))
+    best = decoders._reference.arrays()[0].tolist()
+    machine.spoilt = lambda own: own.arrays()[0].tolist() != best
+    machine.times_spoilt = lambda run: np.full_like(run, np.nan)
+    monkeypatch.setattr(MeasuredDecoders, "of", lambda *_: decoders)
+    monkeypatch.setattr("placer.cli.train._measured", lambda *_: (None, None))
+    out = tmp_path / "tuned"
+    command = ["train", "--backend", "measured", "--decodes", "16", "--out", str(out)]
+    assert main(command) == 0
+    [row] = load(str(out)).card["seeds"]
+    assert 0 < row["failed"] <= row["decodes"] == 16
+    assert f"{row['failed']} of 16 decoded placements could not be run" in capsys.readouterr().out
+    with (tmp_path / "tuned.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(int(line["failed"]) for line in rows) == row["failed"]
+    assert all(line["mean_ratio"] == "" or float(line["mean_ratio"]) < CANNOT_RUN for line in rows)
 
 
 def test_a_model_that_no_heuristic_fits_is_refused() -> None:

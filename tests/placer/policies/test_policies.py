@@ -13,7 +13,8 @@ import torch
 
 from placer.policies import Policy, load, names
 from placer.policies.network import FORMAT, RANGES
-from placer.policies.pool import draw_pool, exercise, families
+from placer.policies.pool import Clusters, draw_pool, exercise, families
+from placer.policies.rewards import TOGETHER, added_to_best, plain_rewards
 from placer.policies.scheduler_env import SchedulerBatch, SchedulerEnv
 from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
@@ -125,6 +126,19 @@ def test_files_that_are_no_policy_are_refused(tmp_path: Path) -> None:
         load(str(path))
 
 
+def test_a_policy_of_another_format_is_told_apart_with_the_command_that_trains_it_anew(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine"
+    replace(made_up_policy(), card={"format": "placer-policy/0"}).save(path)
+    with pytest.raises(ValueError, match="'placer-policy/0', of another version") as caught:
+        load(str(path))
+    assert str(caught.value).endswith(f"placer train --config CONFIG.toml --out {path}")
+    (tmp_path / "mine.toml").write_text("")
+    with pytest.raises(ValueError, match=rf"--config {path}\.toml --out {path}$"):
+        load(str(path))
+
+
 @pytest.mark.parametrize("key", [*RANGES, "layers.0.weight", "layers.0.bias", "layers.1.weight"])
 def test_tensors_of_another_shape_type_or_range_are_refused(key: str) -> None:
     tensors = made_up_policy().tensors()
@@ -204,6 +218,30 @@ def test_a_pool_is_drawn_by_its_seed_and_families_take_turns() -> None:
         assert (ours.summary == theirs.summary).all()
     with pytest.raises(ValueError, match="layered"):
         families(["layred"])
+
+
+def test_unrelated_costs_are_drawn_for_every_op_and_device() -> None:
+    def kinds_of(clusters: Clusters) -> list[int]:
+        pool = draw_pool(5, 40, 100, ["grid"], clusters)
+        return [len(np.unique(item.evaluator.problem.cost_ns, axis=1).T) for item in pool]
+
+    counts = kinds_of(Clusters(devices=(6,), unrelated_share=0.5, unequal_share=0.5))
+    assert {1, 2, 6} == set(counts)
+    assert 8 < counts.count(6) < 32
+    assert set(kinds_of(Clusters(devices=(6,)))) == {1, 2}
+
+
+def test_samples_of_a_problem_are_rewarded_together() -> None:
+    pool = draw_pool(5, 8, 100)
+    batch = SchedulerBatch(pool, 3 * TOGETHER, seed=3, best_of=4)
+    observations = batch.reset().reshape(3, TOGETHER, -1)
+    assert (observations == observations[:, :1]).all()
+    numbers = batch._current.copy()
+    actions = np.random.default_rng(0).uniform(-1, 1, (3 * TOGETHER, WEIGHT_COUNT))
+    _, rewards, done, infos = batch.step(actions.astype(np.float32))
+    assert done.all()
+    plain = plain_rewards(len(pool)).of(numbers, np.array([info["ratio"] for info in infos]))
+    assert rewards.tolist() == added_to_best(plain.reshape(3, -1), 4).ravel().tolist()
 
 
 def test_zero_action_is_heft_in_the_environment() -> None:

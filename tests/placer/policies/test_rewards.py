@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ from placer.policies.pool import draw_pool
 from placer.policies.rewards import (
     FARTHEST_REWARD,
     SMALLEST_SPREAD,
+    TOGETHER,
     UNTRAINED_SAMPLES,
     WORST_REWARD,
+    Rewards,
+    added_to_best,
     plain_rewards,
     relative_rewards,
 )
@@ -48,6 +52,18 @@ def test_a_plain_reward_is_ten_times_the_logarithm_of_the_gain() -> None:
     assert found.tolist() == pytest.approx([0.0, 10 * np.log(2), WORST_REWARD], rel=1e-6)
 
 
+@pytest.mark.parametrize("ratio", [np.nan, np.inf, -np.inf, 0.0, -1.0])
+def test_a_ratio_that_is_no_number_is_worth_the_least(ratio: float) -> None:
+    for rewards, least in ((plain_rewards(2), WORST_REWARD), (alternating(), -FARTHEST_REWARD)):
+        found = rewards.of(np.array([0, 1]), np.array([ratio, 1.0]))
+        assert found[0] == least
+        assert np.isfinite(found).all()
+
+
+def alternating() -> Rewards:
+    return relative_rewards(Steps(), np.array([10**12, 5 * 10**11, 10**11]), 0.2)
+
+
 def test_a_relative_reward_is_measured_by_what_untrained_weights_do_on_that_problem() -> None:
     steps = Steps()
     rewards = relative_rewards(steps, np.array([10**12, 5 * 10**11, 10**11]), 0.2)
@@ -57,6 +73,25 @@ def test_a_relative_reward_is_measured_by_what_untrained_weights_do_on_that_prob
     found = rewards.of(np.array([0, 0, 2, 1]), np.array([1.0, np.exp(-0.5), 0.5 * np.e**0.2, 1e9]))
     assert found.tolist() == pytest.approx([0.0, 1.0, -2.0, -FARTHEST_REWARD], abs=1e-4)
     assert len(np.concatenate(steps.weights)) == 3 * UNTRAINED_SAMPLES
+
+
+@pytest.mark.parametrize("k", range(2, 7))
+def test_samples_earn_what_they_add_to_the_best_of_some(k: int) -> None:
+    rewards = np.random.default_rng(k).normal(size=(3, 6)).round(1).astype(np.float32)
+    rewards[0, 3] = rewards[0].max()
+    found = added_to_best(rewards, k)
+    for own, added in zip(rewards, found, strict=True):
+        for i, reward in enumerate(own):
+            others = combinations(np.delete(own, i), k - 1)
+            expected = np.mean([max(reward - max(some), 0.0) for some in others])
+            assert added[i] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_gradient_of_what_samples_add_is_that_of_the_expected_best() -> None:
+    # Rewards are a normal variable around a mean m, so d E[best of 4] / dm is 1.
+    noise = np.random.default_rng(0).normal(size=(40_000, TOGETHER))
+    gradient = added_to_best(noise, 4) * noise  # times d log p / dm
+    assert 4 * gradient.mean() == pytest.approx(1.0, abs=0.02)
 
 
 def test_untrained_weights_earn_nothing_on_average() -> None:

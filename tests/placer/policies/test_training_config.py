@@ -71,6 +71,7 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
         ("[[stage]]\ngraphs = 100000\nmax_ops = 1001", "graphs x max_ops is 100100000, not"),
         ("[ppo]\nlayers = [4, 4, 4, 4, 4, 4, 4, 4, 4]", "number of items of ppo.layers is 9"),
         ("[[stage]]\n[stage.clusters]\ncomm_ratio = [2.0, 1.0]", "the smaller one comes first"),
+        ("[ppo]\nbest_of = 4\nenvironments = 24", "ppo: environments is 24, .* groups of 16"),
     ],
 )
 def test_a_configuration_with_a_fault_is_refused_with_its_path(

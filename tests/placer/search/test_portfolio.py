@@ -46,6 +46,18 @@ def test_all_proposals_of_a_policy_are_tried() -> None:
     assert min(c.step_ns for c in found if c.kind is Kind.POLICY) <= costs.min()
 
 
+def test_a_policy_has_its_share_of_the_budget_that_the_heuristics_leave() -> None:
+    problem = random_problem(3, ops=60, devices=12)
+    spent = len(heuristics(Evaluator(problem)))
+    costs = Evaluator(problem).decode(np.stack([HEFT, -HEFT, 0 * HEFT]))[2]
+    request = SearchRequest(problem, Budget(evaluations=spent + 12))
+    found = Portfolio(Fixed(HEFT, -HEFT, 0 * HEFT)).place(request)
+    kinds = {c.kind: c.step_ns for c in found}
+    assert spent > 12  # more than the heuristics leave
+    assert kinds.get(Kind.POLICY, kinds[Kind.HEFT]) == costs.min()
+    assert Kind.EVOLUTION in kinds
+
+
 def test_samples_vary_even_if_a_policy_is_sure() -> None:
     problem = random_problem(3, ops=60, devices=3)
     request = SearchRequest(problem, Budget(evaluations=400))
