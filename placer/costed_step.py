@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import networkx as nx
 
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_here, is_local_core_set
+from envs.hardware.discover import is_core, is_here, is_local_core_set
 from envs.hardware.units import human_bytes
 from envs.placement import Placement
 from envs.problem import Problem
@@ -102,7 +102,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         progress.stage("Calibrating devices")
         cluster = calibrated(cluster)
     planned = runtime.planned(cluster)
-    progress.remark(_held_by_workers(cluster, planned) if job.constraints.memory else "")
+    progress.remark(_held_back(cluster, planned) if job.constraints.memory else "")
     progress.stage("Measuring op costs")
     return CostedStep(
         graph=costed(runtime, graph, cluster, progress=counter(progress)),
@@ -113,15 +113,20 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     )
 
 
-def _held_by_workers(given: Cluster, planned: Cluster) -> str:
-    """Return how much of a limit of memory the workers hold themselves, "" if it is little."""
+def _held_back(given: Cluster, planned: Cluster) -> str:
+    """Return how much of a limit of memory ops may not use, "" if it is little.
+
+    Workers on cores hold it, and on torch devices it is for libraries and gaps between tensors.
+    """
     devices = zip(given.devices, planned.devices, strict=True)
     sizes = [(one.name, one.memory_bytes, other.memory_bytes) for one, other in devices]
     name, limit, room = min(sizes, key=lambda size: size[2] / max(size[1], 1))
     if room > (1 - MENTIONED_SHARE) * limit:
         return ""
     held, left = human_bytes(limit - room), human_bytes(room)
-    return f"The worker of {name} holds {held} before its first op, and ops may use {left}."
+    if is_core(name):
+        return f"The worker of {name} holds {held} before its first op, and ops may use {left}."
+    return f"On {name} {held} are for libraries and gaps between tensors, and ops may use {left}."
 
 
 def _check_no_op_is_placed(job: Job, refusal: str) -> None:

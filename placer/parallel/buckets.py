@@ -45,6 +45,7 @@ class Bucket:
         # the process while the interpreter ends: this reference outlives the thread's.
         self._finished = self.pending if self.flat.device.type == "cpu" else None
         self.pending = None
+        self._streams: set[torch.cuda.Stream] = set()  # on which gradients arrived
         self._arrived = [0] * len(self.names)
         self._missing = len(self.names) * self.accumulate
 
@@ -64,6 +65,17 @@ class Bucket:
             )
         self._missing -= 1
         self._adopt(number)
+        if self.flat.is_cuda:
+            self._streams.add(torch.cuda.current_stream(self.flat.device))
+
+    def await_gradients(self) -> None:
+        """Let the current stream wait for gradients that arrived on others.
+
+        The thread of autograd for another device may start the reduction, and its current stream
+        here is the default one.
+        """
+        for stream in self._streams:
+            torch.cuda.current_stream(self.flat.device).wait_stream(stream)
 
     @torch.no_grad()
     def _adopt(self, number: int) -> None:

@@ -99,7 +99,7 @@ class GradSync:
                 for bucket in queue:
                     if bucket.pending is None:
                         bucket.adopt_all()
-                        bucket.pending = self.reductions[group].start(bucket)
+                        self._start(group, bucket)
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
@@ -127,7 +127,11 @@ class GradSync:
                 if waiting.pending is None:
                     if not waiting.is_full:
                         return
-                    waiting.pending = self.reductions[group].start(waiting)
+                    self._start(group, waiting)
+
+    def _start(self, group: Group, bucket: Bucket) -> None:
+        bucket.await_gradients()
+        bucket.pending = self.reductions[group].start(bucket)
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ class FunctionMode(TorchFunctionMode):
         named: list[torch.device] = []
 
         def taken(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
+            if isinstance(leaf, torch.device) and leaf.type != "meta":
                 named.append(leaf if leaf.type != "cuda" else self.machine.device(leaf))
                 return CPU if leaf.type == "cuda" else leaf
             return leaf

@@ -10,7 +10,9 @@ and make targets are not run (the targets run tests themselves); targets must on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -148,8 +150,10 @@ def run_page(page: Path, wanted: Callable[[Block, Command | None], bool]) -> int
 
 def run_command(command: Command) -> None:
     words = command.words
+    errors = io.StringIO()
     if words[0] == "placer":
-        code = main(words[1:])
+        with contextlib.redirect_stderr(errors):
+            code = main(words[1:])
     else:
         program = {
             "mkdir": ["mkdir"],
@@ -160,7 +164,7 @@ def run_command(command: Command) -> None:
         code = subprocess.run(
             [*program, *words[1:]], env=environment, timeout=1200, check=False
         ).returncode
-    assert code == 0, f"{command.where}: {' '.join(words)!r} ended with {code}"
+    assert code == 0, f"{command.where}: {' '.join(words)!r} ended with {code}: {errors.getvalue()}"
 
 
 def is_quick(block: Block, command: Command | None) -> bool:

@@ -45,6 +45,7 @@ from placer.search.evaluator import Evaluator
 from placer.search.heuristics import Rule, round_robin
 from placer.search.objectives import Objective
 from placer.search.request import Budget, Meter, SearchRequest
+from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair
 from tests.helpers.folders import ROOT
@@ -213,6 +214,16 @@ def test_what_workers_hold_of_a_limit_of_memory_is_said(memory: Any, is_said: bo
     said = [text for text in remarks.texts if f"The worker of {core} holds" in text]
     assert len(said) == is_said
     assert all(f"ops may use {human_bytes(room)}" in text for text in said)
+
+
+def test_what_libraries_hold_of_a_limit_of_memory_of_a_gpu_is_said() -> None:
+    limits = {"cuda:0": "400MiB", "cpu": "1GiB"}
+    remarks = Remarks()
+    with fake_cuda(1):
+        constraints = placer.Constraints(memory=limits)
+        costed_step(Job.of(tiny_models.conv_net(), "cuda:0,cpu", constraints=constraints), remarks)
+    [said] = [text for text in remarks.texts if "ops may use 285.2 MB" in text]
+    assert said.startswith("On cuda:0 134.2 MB are for libraries")
 
 
 def test_the_unplaced_model_is_a_candidate_unless_pins_forbid_it_or_nothing_is_run() -> None:
