@@ -29,7 +29,7 @@ from benchmarks.record import Effort, Part
 from benchmarks.tables import Table, spread
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
-from envs.simulator.bounds import pace_ns
+from envs.simulator.bounds import lower_bound_ns
 from graphs.graph import ANY_KIND, GraphArrays, new_graph
 from graphs.synthetic import sketches
 from graphs.synthetic.inception import inception
@@ -228,7 +228,7 @@ def large_scores(
     found: dict[str, dict[str, Any]] = {}
     for large in items:
         item = large.exercise()
-        bound_ns = pace_ns(item.evaluator.problem)
+        bound_ns = lower_bound_ns(item.evaluator.problem)
         found[item.family] = {
             "reference / bound": item.reference_ns / bound_ns,
             **{
