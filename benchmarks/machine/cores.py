@@ -72,8 +72,13 @@ def round_trip_s() -> float:
     """Return the time of a cache line from the first core of this process to the second and back.
 
     It is the least of a few means.
+
+    Raises:
+        ValueError: this process has one core.
     """
     cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ValueError("a round trip needs two cores")
     line = np.zeros(16, np.int64)
     address = line.ctypes.data
     _volley(address, 0, 0)  # compiled before anybody waits

@@ -45,7 +45,7 @@ class Plan:
     """The place of each op, a core or ``BOTH``, and all ops in order of their starts."""
 
     place: NDArray[np.int32]
-    order: NDArray[np.intp]
+    order: NDArray[np.int32]
 
 
 class SetLists(InstructionLists):
@@ -69,6 +69,8 @@ class SetLists(InstructionLists):
 
     def _wait(self, user: int, device: int) -> None:
         recent = self._made[user][-RECENT:]
+        if not recent:
+            raise ValueError("no op that the wait could be for has made a tensor")
         value = min(recent, key=lambda made: self.program.values[made].numel)
         self.send(value, user, (device,))
         self.receive(value, user, device)

@@ -221,9 +221,10 @@ def plan_of(costs: Costs, place: NDArray[np.int32], change_s: float) -> Plan:
     graph, end_s = costs.graph, np.empty(len(costs.graph))
     hand_over_s = costs.latency_s + graph.output_bytes / costs.bandwidth_bytes_per_s
     lists = graph.predecessor_start.copy(), graph.predecessors.copy()
-    schedule_s(order_of(costs), place, *lists, hand_over_s, costs.cost_s, change_s, end_s)
+    order = order_of(costs)
+    schedule_s(order, place, *lists, hand_over_s, costs.cost_s, change_s, end_s)
     start_s = end_s - costs.cost_s[np.arange(len(place)), (place == BOTH).astype(np.intp)]
-    return Plan(place=place, order=np.argsort(start_s, kind="stable"))
+    return Plan(place=place, order=order[np.argsort(start_s[order], kind="stable")])
 
 
 def changes(plan: Plan) -> int:

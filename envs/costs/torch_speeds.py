@@ -53,9 +53,9 @@ def calls_per_burst(call_s: float, burst_s: float = BURST_S) -> int:
 def burst(work: Callable[[], object], devices: Sequence[torch.device], count: int) -> float:
     """Return the seconds of ``count`` calls in a row, until all devices are done.
 
-    A single CUDA device is timed by events, from the first kernel to the end of the last: the
-    latency of the first launch and of the final wait is excluded, gaps in which the device waits
-    for a launch are included.
+    A single CUDA device is timed by its events, which the idle device reaches at once: the time
+    until its first kernel starts is included, as are gaps in which it waits for a launch; the final
+    wait of this process is excluded.
     """
     for device in devices:
         synchronize(device)

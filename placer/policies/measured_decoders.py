@@ -135,7 +135,7 @@ class MeasuredDecoders:
             if self._beside_reference(some, new):
                 # One of them may have taken the devices down with it: try each by itself.
                 why = [self._beside_reference([key], new) for key in some]
-                if all(why):
+                if all(why) and not self._run([self._reference])[0].ok:
                     raise WorkerError(f"the best heuristic cannot be run: {why[-1]}")
 
     def _beside_reference(self, keys: Sequence[bytes], new: Mapping[bytes, Placement]) -> str:

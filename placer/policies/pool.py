@@ -48,8 +48,8 @@ class Clusters:
     """Distribution of clusters; one link joins all devices.
 
     Slower devices are 1.5 to 4 times slower; unrelated costs are drawn for every op and device.
-    ``comm_ratio``, if given, determines the bandwidth:
-    the time to send every output once, over the time of all ops.
+    ``comm_ratio``, if given, determines the bandwidth: the time to send every output once, over the
+    time of all ops.
     """
 
     devices: _Counts = (2, 2, 3, 4, 5, 6, 8)  # one of these numbers

@@ -2,8 +2,8 @@
 
 Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes, the
 second half of them in sight of the best so far, see :mod:`placer.search.list_scheduler.sight`.
-Annealing moves single ops and is better at the end. The best of all is kept, so the result is never
-worse than the heuristics.
+Annealing moves single ops, on large graphs also blocks, and is better at the end. The best of all
+is kept, so the result is never worse than the heuristics.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ EVOLUTION_SHARE: Final = 0.6
 EVOLUTION_DECODES: Final = 1500
 BLIND_SHARE: Final = 0.3
 """Until this share of the budget, or half of the decodes, evolution sees no plan."""
+PAIRS_AT_ONCE: Final = 1 << 21
+"""Pairs of an op and a device that take about 0.2 s to decode."""
 FEWEST_OPS: Final = 2500
 """Graphs of this many ops are large: annealing has few moves for each, so it moves blocks, too."""
 COOLER: Final = 0.3
@@ -201,7 +203,10 @@ class _Search:
         return best, spreads[first]
 
     def _decode(self, kind: Kind, rows: Floats, share: float) -> Longs:
-        """Return costs of weights (B, 21 or 29), of fewer if ``share`` of the budget is spent."""
+        """Return costs of weights (B, 21 or 29), of those that are begun before ``share`` is spent.
+
+        It is a share of the budget that the heuristics left.
+        """
         end = self.began + (1.0 - self.began) * share
         costs: list[int] = []
         best: Candidate | None = None
@@ -213,13 +218,21 @@ class _Search:
             devices, priority, new = self.team.decode(rows[len(costs) : len(costs) + size])
             costs += new.tolist()
             self.meter.spend(size)
-            self.chunk = self.meter.next_chunk(self.chunk, size, self.meter.seconds() - began)
+            self.chunk = self._next_chunk(size, self.meter.seconds() - began)
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
                 best = self.evaluator.candidate(kind, devices[row], priority[row], int(new[row]))
         if best is not None:
             self._keep(best)
         return np.array(costs, np.int64)
+
+    def _next_chunk(self, size: int, seconds: float) -> int:
+        """Return how many decodes to make at once; the clock decides if the budget is in seconds."""
+        if self.meter.left() is None:
+            return self.meter.next_chunk(self.chunk, size, seconds)
+        problem = self.evaluator.problem
+        pairs = problem.op_count * problem.device_count
+        return min(2 * self.chunk, max(PAIRS_AT_ONCE // pairs, 1))
 
     def anneal(self) -> None:
         """Anneal from the best placement; with much time also from other good ones."""

@@ -100,7 +100,7 @@ def random_plan(extraction: Extraction, seed: int) -> Plan:
     """Return random places, in an order in which every op comes after what it reads."""
     arrays = GraphArrays.from_graph(extraction.graph)
     place = np.random.default_rng(seed).integers(0, 3, len(arrays)).astype(np.int32)
-    return Plan(place=place, order=arrays.topological.astype(np.intp))
+    return Plan(place=place, order=arrays.topological.astype(np.int32))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -163,4 +163,4 @@ def test_ops_are_ordered_by_their_starts() -> None:
 
 def test_changes_between_core_and_set_are_counted_by_core() -> None:
     place = np.array([0, 1, BOTH, BOTH, 0, 1, 1, BOTH], np.int32)
-    assert changes(Plan(place=place, order=np.arange(8))) == 6
+    assert changes(Plan(place=place, order=np.arange(8, dtype=np.int32))) == 6

@@ -10,7 +10,7 @@ On a synchronous device the thread waits until the op has ended, so it is never 
 A copy in line is issued before its first reader, by the thread of that reader. It starts when the
 queues of both devices have drained, and occupies them both; if one of them is synchronous, the
 thread waits until the copy has ended. A copy that overlaps is issued after its producer, by the
-thread of that, and starts when the producer has ended. To issue a copy that goes on without it
+producer's thread, and starts when the producer has ended. To issue a copy that goes on without it
 takes the thread as long as a launch, and one that overlaps and leaves a synchronous device for
 another one is first written to page-locked memory by the thread. Either kind also waits for the
 queues of its link, which serve in order of issue.
@@ -195,7 +195,7 @@ def _copy_in_line(
 
 @compiled_inline
 def _issue_ns(arrays: ProblemArrays, source: int, destination: int) -> int:
-    """Return how long a copy that goes on without its thread occupies that."""
+    """Return the nanoseconds that issuing a copy which goes on alone occupies its thread."""
     return int(max(arrays.hosts[source].launch_ns, arrays.hosts[destination].launch_ns))
 
 

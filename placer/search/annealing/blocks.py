@@ -64,7 +64,7 @@ def _row(label: Longs) -> tuple[Ints, Ints, Ints]:
 def _by_module(problem: Problem, cost: Floats, most: float) -> list[Longs]:
     """Return labellings by module, its parent and so on while they have work of ``most`` at most.
 
-    The last one is by module.
+    Coarsest first.
     """
     paths = [module.split(".") for module in problem.graph.modules]
     found: list[Longs] = []

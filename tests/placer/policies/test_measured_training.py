@@ -150,6 +150,16 @@ def test_a_placement_that_fails_or_has_no_time_is_worst_and_the_others_count(
     assert costs[~alike] == pytest.approx(expected[~alike], rel=0.01)
 
 
+def test_a_lone_placement_that_takes_the_devices_down_is_worst() -> None:
+    decoders, machine = decoders_on((1.0, 1.0))
+    best = decoders._reference.arrays()[0].tolist()
+    machine.spoilt = lambda own: own.arrays()[0].tolist() != best
+    weights = HEFT + np.random.default_rng(1).normal(size=(1, WEIGHT_COUNT))
+    assert decoders.evaluator.decode(weights)[0][0].tolist() != best
+    costs = decoders.costs(np.zeros(1, np.int64), weights)
+    assert costs.tolist() == [decoders.item.reference_ns * CANNOT_RUN]
+
+
 def test_a_training_goes_on_after_failed_measurements_and_counts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,6 +58,17 @@ def test_a_policy_has_its_share_of_the_budget_that_the_heuristics_leave() -> Non
     assert spent > 12  # more than the heuristics leave
     assert kinds.get(Kind.POLICY, kinds[Kind.HEFT]) == costs.min()
     assert Kind.EVOLUTION in kinds
+
+
+def test_a_slow_machine_finds_the_same_with_as_many_evaluations() -> None:
+    problem, policy = random_problem(3, ops=60, devices=3), load("synthetic-only")
+
+    def found(tick_s: float) -> list[tuple[Kind, int]]:
+        times_s = (tick * tick_s for tick in itertools.count())
+        request = SearchRequest(problem, Budget(evaluations=150), clock=times_s.__next__)
+        return [(c.kind, c.step_ns) for c in Portfolio(policy).place(request)]
+
+    assert found(1e-9) == found(0.02) == found(1.0)
 
 
 def test_samples_vary_even_if_a_policy_is_sure() -> None:
