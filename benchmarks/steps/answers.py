@@ -76,7 +76,7 @@ class Answer:
     @contextmanager
     def turns(self, placements: Sequence[Placement]) -> Iterator[list[Callable[[], TimedStep]]]:
         """Load placements in new workers; give a function for each that measures a turn of it."""
-        with self.runtime.backend(self.problem) as backend, ExitStack() as loaded:
+        with self.runtime.backend(self.problem, rounds=1) as backend, ExitStack() as loaded:
             steps = [backend.executor.load(placement) for placement in placements]
             for step in steps:
                 if not isinstance(step, Failure):

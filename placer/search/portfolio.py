@@ -227,7 +227,7 @@ class _Search:
         return np.array(costs, np.int64)
 
     def _next_chunk(self, size: int, seconds: float) -> int:
-        """Return how many decodes to make at once; the clock decides if the budget is in seconds."""
+        """Return how many decodes to make at once; of a budget in seconds the clock decides."""
         if self.meter.left() is None:
             return self.meter.next_chunk(self.chunk, size, seconds)
         problem = self.evaluator.problem

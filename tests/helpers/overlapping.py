@@ -27,6 +27,7 @@ from envs.measured import TimedStep
 from envs.torch_runtime import executor
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
+from placer.parallel.buckets import filled_buckets
 from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import equal_costs
 from tests.helpers.extracted_steps import copied, fresh
@@ -305,7 +306,27 @@ def weights_written_after(overlap: bool, seed: int) -> None:
             weight.copy_(values)
 
 
+def reduced_by_another_thread(seed: int) -> None:
+    """A reduction waits for gradients that arrived on streams of the caller.
+
+    The thread of autograd for another device may start it, on the default stream.
+    """
+    with fake_cuda(1, seed=seed):
+        weight = nn.Parameter(torch.zeros(SIZE, device=FIRST))
+        [bucket] = filled_buckets({"weight": weight}, 1 << 20, 1)
+        bucket.adopt_all()
+        assert weight.grad is not None
+        stream = torch.cuda.Stream(FIRST)  # type: ignore[no-untyped-call]  # torch leaves it so
+        stream.wait_stream(torch.cuda.current_stream(FIRST))
+        with torch.cuda.stream(stream):
+            weight.grad += 3.0
+            bucket.arrive(0)
+        bucket.await_gradients()
+        assert_equal(bucket.buffer().cpu(), torch.full((SIZE,), 3.0))
+
+
 SCENARIOS: Final[dict[str, Callable[[int], None]]] = {
+    "reduced by another thread": reduced_by_another_thread,
     **{
         f"{work.__name__} {way}": partial(work, way)
         for work in (sent_without_gradient, sent_twice, sent_with_gradient, leaves_compute_alone)

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from placer.parallel.buckets import filled_buckets
 from placer.parallel.grad_sync import GradSync, broadcast_state
 from placer.parallel.processes import groups_of_slots
-from tests.fake_cuda import fake_cuda
 from tests.helpers.ranks import each, on_ranks, refusal
 from tests.helpers.replicas import (
     backward,
@@ -34,7 +33,6 @@ from tests.helpers.replicas import (
     own_batch,
     parameters,
 )
-from tests.helpers.second_devices import ORDERS
 from tests.helpers.vdev import vdev
 
 LR = 0.1
@@ -359,21 +357,3 @@ def test_state_is_broadcast_by_value_whatever_its_layout() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert torch.equal(expected["scale"], torch.arange(15.0).reshape(3, 5))
     assert sent == [True, True]
-
-
-@pytest.mark.parametrize("seed", range(ORDERS))
-def test_a_reduction_waits_for_gradients_that_arrived_on_streams_of_the_caller(seed: int) -> None:
-    # as where the thread of autograd for another device starts it, on the default stream
-    with fake_cuda(1, seed=seed):
-        device = torch.device("cuda", 0)
-        weight = nn.Parameter(torch.zeros(64, device=device))
-        [bucket] = filled_buckets({"weight": weight}, 1 << 20, 1)
-        bucket.adopt_all()
-        assert weight.grad is not None
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            weight.grad += 3.0
-            bucket.arrive(0)
-        bucket.await_gradients()
-        torch.testing.assert_close(bucket.buffer().cpu(), torch.full((64,), 3.0))
