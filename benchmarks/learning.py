@@ -1,4 +1,4 @@
-"""What learning is worth where evaluations are scarce: on large graphs, with few decodes.
+"""Compares the search with and without policies on large graphs, with few decodes.
 
 The same search runs with five kinds of proposals: none, where evolution begins with HEFT; initial
 weights, which are HEFT and samples around it; random weights, which are five proposals at random;
@@ -37,7 +37,7 @@ PROPOSALS: Final = 5
 
 
 class RandomWeights(Initial):
-    """As many proposals as a trained policy has, at random around HEFT."""
+    """Proposes weights at random around HEFT, as many as a trained policy does."""
 
     def propose(
         self, evaluator: Evaluator, known: list[Candidate]

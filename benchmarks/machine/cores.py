@@ -1,10 +1,10 @@
-"""Whether two cores share a cache, by the round trip of a cache line between them.
+"""Measures steps of unplaced models while two cores share a cache, and while they do not.
 
     python -m benchmarks cores
 
 On a shared host two virtual cores may share a level-3 cache at one time and not at another. Threads
-of torch meet after every op, so the unplaced model is slower while they do not; the table groups
-steps of unplaced models by the round trip before and after each.
+of torch meet after every op, so the unplaced model is slower while they do not. The table groups
+steps by the time that a cache line takes from one core to the other and back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Step: TypeAlias = tuple[float, float, float]
 NAMES: Final = ("NASNet-A, training", "translation, inference", "transformer, inference")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
 def _load(_: Any, address: Any) -> Any:
     """Load the integer at an address, whatever other threads do with it."""
 
@@ -47,7 +47,7 @@ def _load(_: Any, address: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
 def _store(_: Any, address: Any, value: Any) -> Any:
     """Store an integer at an address, so that other threads see it."""
 
@@ -59,7 +59,7 @@ def _store(_: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)  # type: ignore[untyped-decorator]  # numba has no types
 def _volley(address: int, trips: int, mine: int) -> None:
     """Wait for each number of this side, and answer with the next one."""
     for trip in range(trips):

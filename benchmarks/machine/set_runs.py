@@ -115,7 +115,7 @@ def lists_of(program: StepProgram, plan: Plan) -> list[list[Instruction]]:
 
 
 def _placed_step(handed: HandOver, step: Workload, pool: WorkerPool, number: int) -> TimedStep:
-    _forget_gradients(step)
+    step.model.zero_grad()
     start_s = time.perf_counter()
     handed.step(lambda: pool.run(number), step.step_inputs, step.keywords)
     return TimedStep(wall_s=time.perf_counter() - start_s)
@@ -123,7 +123,7 @@ def _placed_step(handed: HandOver, step: Workload, pool: WorkerPool, number: int
 
 def _unplaced_turn(model: UnplacedModel, step: Workload) -> TimedStep:
     def once() -> TimedStep:
-        _forget_gradients(step)
+        step.model.zero_grad()
         start_s = time.perf_counter()
         model.step(*step.step_inputs, **step.keywords)
         return TimedStep(wall_s=time.perf_counter() - start_s)
@@ -131,8 +131,3 @@ def _unplaced_turn(model: UnplacedModel, step: Workload) -> TimedStep:
     done = turn(once)
     end_idle_threads()
     return done
-
-
-def _forget_gradients(step: Workload) -> None:
-    for tensor in step.named_state().values():
-        tensor.grad = None

@@ -50,7 +50,7 @@ PAUSE_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """What reduces between ranks on devices of one kind, and how such ranks are started."""
+    """Describes how ranks on devices of one kind are started, and what reduces between them."""
 
     name: str
     backend: str  # of the process group, as in ``placer.run``

@@ -45,7 +45,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What a rank has to itself.
+    """Names what one rank alone uses.
 
     Attributes:
         cores: the cores that it is pinned to, with as many of torch's threads; if there are none,
@@ -118,7 +118,7 @@ class LocalRanks:
         try:
             start = self._forked if forked else self._new
             for number in range(len(seats)):
-                self._start(start, place, number, work)
+                self._start(start, _Task(os.getpid(), place, number, work))
             self._answers(timeout_s)
         except BaseException:
             self.close()
@@ -158,13 +158,11 @@ class LocalRanks:
         if interrupt is not None:
             raise interrupt
 
-    def _start(
-        self, start: _Start, place: _Place, number: int, work: Callable[[], Handler]
-    ) -> None:
+    def _start(self, start: _Start, task: _Task) -> None:
         ours, theirs = Pipe()
 
         def run() -> None:
-            pid, reap = start(place, number, work, ours, theirs)
+            pid, reap = start(task, ours, theirs)
             self._ranks.append(_Rank(os.pidfd_open(pid), ours, reap))
 
         thread = threading.Thread(target=run, name="start of a rank")
@@ -174,19 +172,13 @@ class LocalRanks:
         finally:
             thread.join()  # a Ctrl-C does not lose the rank that just starts
             theirs.close()
-        if len(self._ranks) <= number:
+        if len(self._ranks) <= task.number:
             ours.close()
             raise RankError("the system does not start another process")
 
     def _forked(
-        self,
-        place: _Place,
-        number: int,
-        work: Callable[[], Handler],
-        ours: Connection,
-        theirs: Connection,
+        self, task: _Task, ours: Connection, theirs: Connection
     ) -> tuple[int, Callable[[], object]]:
-        parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
             pid = os.fork()
@@ -194,17 +186,11 @@ class LocalRanks:
             for rank in self._ranks:
                 rank.pipe.close()
             ours.close()
-            _serve(parent, place, number, theirs, work)
+            _serve(task, theirs)
         return pid, lambda: os.waitpid(pid, 0)
 
     @staticmethod
-    def _new(
-        place: _Place,
-        number: int,
-        work: Callable[[], Handler],
-        ours: Connection,
-        theirs: Connection,
-    ) -> tuple[int, Callable[[], object]]:
+    def _new(task: _Task, ours: Connection, theirs: Connection) -> tuple[int, Callable[[], object]]:
         # The rank must find this package, whatever is in its working directory (hence -P); last on
         # the path, so that files beside the package hide no other module.
         root = str(Path(__file__).resolve().parents[2])
@@ -212,7 +198,7 @@ class LocalRanks:
             f"import sys; sys.path.append({root!r}); "
             "import placer.parallel.local_ranks as ranks; ranks.serve_from(int(sys.argv[1]))"
         )
-        gpu = place.seats[number].gpu
+        gpu = task.place.seats[task.number].gpu
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", start, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -222,7 +208,7 @@ class LocalRanks:
             env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
             process_group=0,  # Ctrl-C is for this process
         )
-        ours.send((os.getpid(), place, number, work))
+        ours.send(task)
         return process.pid, process.wait
 
     def _answers(self, timeout_s: float) -> list[Any]:
@@ -275,22 +261,26 @@ class _Place:
             )
 
 
-_Start: TypeAlias = Callable[
-    [_Place, int, Callable[[], Handler], Connection, Connection],
-    tuple[int, Callable[[], object]],
-]
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Tells a rank at its start what it is; a new process reads it from its pipe."""
+
+    parent: int
+    place: _Place
+    number: int
+    work: Callable[[], Handler]
+
+
+_Start: TypeAlias = Callable[[_Task, Connection, Connection], tuple[int, Callable[[], object]]]
 
 
 def serve_from(descriptor: int) -> NoReturn:
     """Be the rank that the first message of a pipe describes; in a new process."""
     pipe: Connection = Connection(descriptor)
-    parent, place, number, work = pipe.recv()
-    _serve(parent, place, number, pipe, work)
+    _serve(pipe.recv(), pipe)
 
 
-def _serve(
-    parent: int, place: _Place, number: int, pipe: Connection, work: Callable[[], Handler]
-) -> NoReturn:
+def _serve(task: _Task, pipe: Connection) -> NoReturn:
     """Answer requests until the pipe is closed; nothing of the parent's is cleaned up here."""
     gc.freeze()
     try:
@@ -299,9 +289,9 @@ def _serve(
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nothing, stream)
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-        place.enter(number)
-        handler = work()
+        threading.Thread(target=_end_with, args=(task.parent,), daemon=True).start()
+        task.place.enter(task.number)
+        handler = task.work()
         pipe.send((True, None))
         while True:
             pipe.send((True, handler(pipe.recv())))

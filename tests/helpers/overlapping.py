@@ -286,7 +286,7 @@ def extracted_tied() -> Extraction:
 
 
 def weights_written_after(overlap: bool, seed: int) -> None:
-    """What the caller does to a weight after a pass does not reach the pass."""
+    """Check that a pass does not see what the caller writes into a weight after it."""
     extraction = copied(extracted_tied())
     step = copy.deepcopy(extraction.step)
     expected = forward(copy.deepcopy(step))

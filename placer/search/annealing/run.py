@@ -230,11 +230,7 @@ def change_devices(state: AnnealingState, options: AnnealingOptions, op: int) ->
         return
     target = below(random, device_count)
     if uniform(random) < options.to_neighbour:
-        first = state.neighbour_start[op]
-        degree = state.neighbour_start[op + 1] - first
-        k = below(random, max(degree, 1))
-        if degree > 0:
-            target = int64(state.devices[state.neighbours[first + k]])
+        target = _of_a_neighbour(state, op, target)
     if target == home:
         target = _another(random, home, device_count)
     if not state.allowed[op, target]:
@@ -304,6 +300,15 @@ def _move_run(state: AnnealingState, op: int, home: int, device_count: int) -> N
 
 
 @compiled_inline
+def _of_a_neighbour(state: AnnealingState, op: int, otherwise: int) -> int:
+    """Return the device of a neighbour of ``op``, drawn at random; ``otherwise`` if it has none."""
+    first = state.neighbour_start[op]
+    degree = state.neighbour_start[op + 1] - first
+    k = below(state.random, max(degree, 1))
+    return int64(state.devices[state.neighbours[first + k]]) if degree > 0 else int64(otherwise)
+
+
+@compiled_inline
 def _move_block(state: AnnealingState, options: AnnealingOptions, op: int, home: int) -> None:
     """Move the ops of a block that are on ``home``, or swap them with those of another block."""
     random, device_count = state.random, state.allowed.shape[1]
@@ -321,11 +326,7 @@ def _move_block(state: AnnealingState, options: AnnealingOptions, op: int, home:
     target = below(random, device_count)
     if uniform(random) < options.to_neighbour:
         member = state.block_members[level, first + below(random, end - first)]
-        begin = state.neighbour_start[member]
-        degree = state.neighbour_start[member + 1] - begin
-        k = below(random, max(degree, 1))
-        if degree > 0:
-            target = int64(state.devices[state.neighbours[begin + k]])
+        target = _of_a_neighbour(state, member, target)
     if target == home:
         target = _another(random, home, device_count)
     _move_members(state, level, first, end, home, target, True)
