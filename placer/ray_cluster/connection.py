@@ -126,10 +126,17 @@ class RayCluster:
         return [None if each in late else self._result(each) for each in references]
 
     def _result(self, reference: Any) -> Any:
+        """Return the result of a finished task, or raise its error."""
+        errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from error
+        except errors.RayError as error:
+            cause = getattr(error, "cause", error)
+            if isinstance(cause, ImportError | errors.RayError):  # it did not even begin
+                raise OSError(
+                    f"a node of the Ray cluster cannot run the task: {_first_line(cause)}"
+                ) from error
+            raise cause from error
 
     def _check_nodes(self) -> None:
         """Run a task on each node with processors, which raises an error for other versions."""
@@ -289,6 +296,10 @@ def _signal_handlers_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _last_line(error: Exception) -> str:

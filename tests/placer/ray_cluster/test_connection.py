@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import socket
 import threading
@@ -83,7 +84,9 @@ def test_a_node_with_another_torch_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_cancels_the_tasks_and_handlers_of_signals_stay() -> None:
+def test_tasks_are_cancelled_or_fail_and_handlers_of_signals_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with RayCluster() as cluster:
         assert signal.getsignal(signal.SIGTERM) is before
@@ -96,6 +99,12 @@ def test_a_stop_cancels_the_tasks_and_handlers_of_signals_stay() -> None:
         assert time.monotonic() - began < 20.0
         with pytest.raises(ZeroDivisionError):
             cluster.run(_fail, shared, [()])
+        # What only this process can import, as a plug-in that is not installed there.
+        (tmp_path / "only_here.py").write_text("class Thing: pass")
+        monkeypatch.syspath_prepend(tmp_path)
+        thing = importlib.import_module("only_here").Thing()
+        with pytest.raises(OSError, match=r"cannot run the task: .*only_here"):
+            cluster.run(_same, cluster.share(thing, _same), [()])
 
 
 def _same(value: float) -> float:
