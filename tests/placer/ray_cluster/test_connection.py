@@ -31,7 +31,7 @@ MOST_S = 10.0
 """Time in which a cluster that cannot be used is reported."""
 
 
-def searched(address: str, budget: str = "8000e", progress: Silent | None = None) -> Result:
+def searched(address: str, budget: str = "16000e", progress: Silent | None = None) -> Result:
     config = SearchConfig(
         workers=f"ray://{address}", budget=budget, policy=None, measure=False, seed=4
     )
@@ -52,13 +52,13 @@ class Killer(Silent):
         self.processors.append(self.ray.cluster_resources()["CPU"])
         if self.thread.ident is None:
             self.thread.start()
-        while share > 0.6 and self.ray.cluster_resources()["CPU"] > 2:
-            time.sleep(0.05)
+            while self.ray.cluster_resources()["CPU"] > 2:
+                time.sleep(0.05)
 
 
 @pytest.mark.slow
 def test_a_search_gives_the_same_on_three_nodes_of_which_one_dies_and_on_two() -> None:
-    request = SearchRequest(PROBLEM, Budget(evaluations=8000), seed=4)
+    request = SearchRequest(PROBLEM, Budget(evaluations=16_000), seed=4)
     expected = Islands(placer_named("portfolio"), InTurn()).place(request)
     with ray_nodes(3) as (cluster, others):
         killer = Killer(cluster, others[1])
