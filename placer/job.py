@@ -26,6 +26,7 @@ from graphs.selection import ConstraintError, keep_together, pin
 from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
+from placer.ray_cluster.connection import address_of
 from placer.search.objectives import Objective
 from placer.search.portfolio import Proposer
 from placer.search.registry import DEFAULT, placer_named, uses_policy
@@ -58,7 +59,7 @@ class SearchConfig:
     overlap: bool
     start_from: WarmStart | None
     backend: Backend | None
-    workers: int | None
+    workers: int | str | None
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class SearchConfig:
         overlap: bool = False,
         start_from: WarmStart | Mapping[str, int | str] | str | Path | None = None,
         backend: Backend | None = None,
-        workers: int | None = None,
+        workers: int | str | None = None,
     ) -> None:
         """Check the values and load what they name.
 
@@ -107,6 +108,9 @@ class SearchConfig:
             workers: threads that search side by side. With a budget in seconds the default is one
                 for each core that this process may run on, at most MOST_WORKERS; with evaluations
                 it is 1, and other numbers find other placements, but the same ones every time.
+                ``"ray"`` searches on the Ray cluster at ``$RAY_ADDRESS`` or one on this machine,
+                ``"ray://HOST:PORT"`` on that one: with evaluations the result is the same on every
+                cluster.
 
         Raises:
             ValueError: a value is invalid, does not exist, or contradicts another.
@@ -116,8 +120,8 @@ class SearchConfig:
             raise ValueError(f"seed is {seed}, not a whole number from 0 to {SEEDS - 1}")
         if groups is not None and groups < 1:
             raise ValueError(f"groups is {groups}, below 1")
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers is {workers}, below 1")
+        if workers is not None:
+            _check_workers(workers)
         if backend is not None and not measure:
             raise ValueError("a backend runs the best candidates, and measure=False runs none")
         if isinstance(objective, str):
@@ -158,7 +162,12 @@ class SearchConfig:
         """Return the number of threads to search with, on this machine if none was given."""
         if self.workers is None and self.budget.seconds is not None:
             return min(len(physical_cores()), MOST_WORKERS)
-        return self.workers or 1
+        return self.workers if isinstance(self.workers, int) else 1
+
+    @property
+    def ray_address(self) -> str | None:
+        """Return the address of the Ray cluster to search on, "" for the default; None without."""
+        return address_of(self.workers) if isinstance(self.workers, str) else None
 
     @property
     def search_budget(self) -> Budget:
@@ -292,6 +301,13 @@ class Job:
 
 def _has_costs(source: Source) -> bool:
     return source.is_graph if isinstance(source, Target) else isinstance(source, nx.DiGraph)
+
+
+def _check_workers(workers: int | str) -> None:
+    if isinstance(workers, str):
+        address_of(workers)
+    elif workers < 1:
+        raise ValueError(f"workers is {workers}, below 1")
 
 
 def _seconds(measure: str) -> float:

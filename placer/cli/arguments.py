@@ -112,6 +112,19 @@ def count(text: str) -> int:
     return int(text)
 
 
+def workers(text: str) -> int | str:
+    """Parse a number of workers, or the Ray cluster that they are on."""
+    if text.isdecimal():
+        return count(text)
+    from placer.ray_cluster.connection import address_of
+
+    try:
+        address_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def dtype(text: str) -> str:
     """Parse the dtype of a step."""
     try:
@@ -170,7 +183,13 @@ def _converted(text: str, kind: str) -> Any:
     return float(text) if kind.startswith("float") else text
 
 
-METAVARS: Final[dict[object, str]] = {Path: "FILE", count: "N", seed: "N", float: "X"}
+METAVARS: Final[dict[object, str]] = {
+    Path: "FILE",
+    count: "N",
+    seed: "N",
+    workers: "N",
+    float: "X",
+}
 """{type of an option: the word for its value in the help}; NAME for others."""
 
 

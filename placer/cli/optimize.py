@@ -26,6 +26,7 @@ from placer.cli.arguments import (
     settings,
     target_file,
     target_of,
+    workers,
 )
 from placer.cli.errors import JobError, UsageError, sentence, usage_errors
 from placer.cli.output import (
@@ -115,9 +116,9 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     option(
         group,
         "--workers",
-        "threads of the search; 1 with a budget of evaluations",
-        type=count,
-        shown="all cores",
+        "threads of the search, or Ray cluster: ray, ray://HOST:PORT",
+        type=workers,
+        shown="all cores; 1 with a budget of evaluations",
     )
     option(
         group,

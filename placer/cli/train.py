@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import add_devices, count, flag, option, output_group, seed
+from placer.cli.arguments import add_devices, count, flag, option, output_group, seed, workers
 from placer.cli.errors import JobError, UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 from placer.sources.names import is_graph_file
@@ -72,17 +72,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     option(group, "--seeds", "number of seeds", shown="5; 1 if measured", type=count)
     option(group, "--first-seed", "first seed", shown="0", type=seed)
     option(group, "--families", "families of graphs", shown="all but chains", nargs="+")
-    option(group, "--workers", "processes that decode", shown="this one", type=count)
-    option(group, "--device", "device of the network", shown="cpu", choices=["cpu", "cuda"])
     option(
         group,
-        "--ray",
-        "Ray cluster that decodes",
-        shown="without address: this machine",
-        nargs="?",
-        const="",
-        metavar="ADDRESS",
+        "--workers",
+        "processes that decode, or Ray cluster: ray, ray://HOST:PORT",
+        type=workers,
+        shown="this one",
     )
+    option(group, "--device", "device of the network", shown="cpu", choices=["cpu", "cuda"])
     flag(group, "--fresh", "new training, even if there is a checkpoint")
 
 
@@ -133,8 +130,6 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
     """Return the configuration, overridden by the other options."""
     from placer.policies.training import Length, config_of
 
-    if args.ray is not None and args.workers is not None:
-        raise UsageError("give --workers or --ray, not both")
     has_length = args.decodes is not None or args.seconds is not None
     return config_of(
         args.config,
@@ -144,8 +139,7 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
         start=args.start,
         seeds=args.seeds,
         first_seed=args.first_seed,
-        workers=args.workers if args.ray is None else "ray",
-        ray_address=args.ray or None,
+        workers=args.workers,
         device=args.device,
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,12 @@ from graphs.coarsen.groups import Coarsened, coarsen
 from placer.interrupt import Interrupt
 from placer.job import SearchConfig
 from placer.progress import Progress
+from placer.ray_cluster.connection import RayCluster
+from placer.ray_cluster.islands import Islands
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.request import Budget, SearchRequest, SearchTrace
+from placer.search.request import Budget, Placer, SearchRequest, SearchTrace
 from placer.startup import VERSION
 
 if TYPE_CHECKING:
@@ -34,11 +37,25 @@ def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
     return None if search.groups is None else coarsen(graph, most_groups=search.groups)
 
 
+@contextmanager
+def searching(config: SearchConfig) -> Iterator[Placer]:
+    """Yield the search algorithm; on islands of a Ray cluster, if the search asks for one.
+
+    The connection is made at once and held until the context ends, also for others inside.
+    """
+    if config.ray_address is None:
+        yield config.placer
+        return
+    with RayCluster(config.ray_address) as cluster:
+        yield Islands(config.placer, cluster)
+
+
 @dataclass(slots=True, kw_only=True)
 class CandidateSearch:
     """Searches placements, and predicts each as the placement that gives its simulated order."""
 
     config: SearchConfig
+    placer: Placer  # of the config, or its islands
     interrupt: Interrupt
     progress: Progress
     coarse: Coarsened | None = None  # groups of ops to place; None: single ops
@@ -66,7 +83,7 @@ class CandidateSearch:
             workers=config.worker_count,
         )
         with self.interrupt.polled():
-            candidates = config.objective.search(request, config.placer)
+            candidates = config.objective.search(request, self.placer)
             if self.coarse is not None:
                 candidates = [_expanded(candidate, self.coarse) for candidate in candidates]
                 candidates += _by_op(problem)  # groups may exclude good placements

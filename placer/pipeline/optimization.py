@@ -30,7 +30,7 @@ from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline.calibration import Calibration, calibration_of
 from placer.pipeline.candidate_runs import CandidateRuns
-from placer.pipeline.candidate_search import CandidateSearch, grouped
+from placer.pipeline.candidate_search import CandidateSearch, grouped, searching
 from placer.progress import Progress, Silent
 from placer.result import Result
 from placer.search.candidate import Candidate
@@ -54,10 +54,11 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
     simulated step time decides.
     """
     progress = progress or Silent()
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, searching(job.search) as placer:
         step = costed_step(job, progress)
         search = CandidateSearch(
             config=job.search,
+            placer=placer,
             interrupt=interrupt,
             progress=progress,
             coarse=grouped(step.graph, job.search),
@@ -81,9 +82,13 @@ def optimize_problem(
     coarse: Coarsened | None = None,
 ) -> Result:
     """Place the ops of a problem, or groups of them; nothing is run."""
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, searching(search) as placer:
         of_problem = CandidateSearch(
-            config=search, interrupt=interrupt, progress=progress or Silent(), coarse=coarse
+            config=search,
+            placer=placer,
+            interrupt=interrupt,
+            progress=progress or Silent(),
+            coarse=coarse,
         )
         return _Optimization(problem=problem, search=of_problem).run()
 

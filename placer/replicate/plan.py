@@ -31,7 +31,7 @@ from graphs.graph import GraphArrays
 from placer.choose import PlacementError
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.pipeline import grouped, optimize_problem
+from placer.pipeline import grouped, optimize_problem, searching
 from placer.progress import Progress, Silent
 from placer.replicate.fitting import FittedFactors, factors_path
 from placer.replicate.result import ReplicaPlan, Split, training_of
@@ -55,9 +55,13 @@ def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
     Raises a ValueError where there are fewer devices than replicas, and a PlacementError where no
     replica fits.
     """
+    with searching(job.search):
+        return _planned(job, progress or Silent())
+
+
+def _planned(job: Job, progress: Progress) -> ReplicaPlan:
     replication = job.replicas
     assert replication is not None
-    progress = progress or Silent()
     with Interrupt():
         source = StepSource(job, progress)
     if replication.samples is None and source.whole.extraction is not None:

@@ -130,6 +130,8 @@ class _Search:
         self.meter.spend(len(self.known))
         self.began = self.meter.share()
         self._note("heuristics", ranked(self.known)[0].step_ns)
+        if (start := self.meter.request.start) is not None:
+            self._keep(start)
 
     def evolve(self, policy: Proposer | None) -> None:
         """Evolve weights from the policy's best ones or HEFT's, then in sight of the best plan."""
@@ -324,11 +326,12 @@ class AnnealingPlacer:
         with Workers(request.workers) as workers:
             search = _Search(request, workers, bounded=False)
             search.begin()
-            start = ranked(search.known)[0]
+            start = ranked(search.new + search.known)[0]
             count = worthwhile_starts(affordable_moves(search.evaluator, start, search.meter))
             count = -(-count // workers.count) * workers.count
             search.anneal_from([start] * count, search.seeds, hot=HOT, senders=self.senders)
-        return ranked([*search.known, *search.new[:1]])
+        annealed = [each for each in search.new if each.kind is Kind.ANNEALING]
+        return ranked([*search.known, *annealed[:1]])
 
 
 class PolicyPlacer(Sampling):

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from envs.hardware.units import milliseconds
 from envs.problem import HORIZON_NS, Problem
@@ -129,6 +129,7 @@ class SearchRequest:
         should_stop: polled now and then; once it returns True, a placer returns the best so far.
         search_trace: records the improvements of the search, if given.
         workers: threads to search with, at least 1; a placer may use fewer.
+        start: placement to go on from, evaluated on this problem; a placer may ignore it.
         unit_ns: nanoseconds that a nanosecond of ``problem`` stands for, see
             :mod:`envs.simulator.time_units`.
         clock: returns the time in seconds, for budgets in seconds.
@@ -143,6 +144,7 @@ class SearchRequest:
     should_stop: Callable[[], bool] | None = None
     search_trace: SearchTrace | None = None
     workers: int = 1
+    start: Candidate | None = None
     unit_ns: int = 1
     clock: Callable[[], float] = time.perf_counter
 
@@ -233,8 +235,10 @@ class Placer(Protocol):
     :mod:`placer.search.contract`.
     """
 
-    objectives: ClassVar[tuple[str, ...]]
-    """Supported objectives, of :data:`envs.placement.OBJECTIVES`."""
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Return the supported ones of :data:`envs.placement.OBJECTIVES`, a class attribute."""
+        ...
 
     def place(self, request: SearchRequest) -> list[Candidate]:
         """Return at least one candidate, best first."""

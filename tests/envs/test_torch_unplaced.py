@@ -325,7 +325,9 @@ def test_it_is_unplaced_on_the_first_device_that_it_fits_on(
     problem = Problem.of(GraphArrays.from_graph(graph), Cluster(name="three", devices=devices))
     with Interrupt() as interrupt:
         config = SearchConfig(policy=None)
-        search = CandidateSearch(config=config, interrupt=interrupt, progress=Silent())
+        search = CandidateSearch(
+            config=config, placer=config.placer, interrupt=interrupt, progress=Silent()
+        )
         [candidate] = search.unplaced([problem])
     assert candidate.devices.tolist() == [expected]
     assert candidate.placement.unplaced

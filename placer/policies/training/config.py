@@ -10,7 +10,8 @@
     keep = 5                       # number of policies to keep: the best, and the most helpful
     first_seed = 0
     device = "cpu"                 # of the network: cpu | cuda
-    workers = 0                    # processes for decoding, 0: only this one; or "ray"
+    workers = 0                    # processes for decoding, 0: only this one; or a Ray cluster:
+                                   # "ray" or "ray://HOST:PORT"
     checkpoint_rollouts = 20       # rollouts between checkpoints
 
     [length]                       # of each seed
@@ -47,6 +48,7 @@ from placer.policies.network import GENERALIST
 from placer.policies.pool import Clusters, families
 from placer.policies.records import Items, Within, check_ranges, plain, record
 from placer.policies.rewards import TOGETHER
+from placer.ray_cluster.connection import address_of
 
 FORMAT: Final = "placer-training/1"
 MOST_SEEDS: Final = 1_000_000
@@ -59,7 +61,7 @@ LearningRate: TypeAlias = Annotated[float, Within(1e-9, 1.0)]
 Layers: TypeAlias = Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Items(0, 8)]
 Graphs: TypeAlias = Annotated[int, Within(1, 100_000)]
 Ops: TypeAlias = Annotated[int, Within(FEWEST_OPS, 100_000)]  # every family can be that small
-UNIMPORTANT: Final = ("workers", "checkpoint_rollouts", "ray_address")
+UNIMPORTANT: Final = ("workers", "checkpoint_rollouts")
 """Keys without influence on the trained policies."""
 
 
@@ -164,8 +166,7 @@ class TrainingConfig:
     keep: Annotated[int, Within(1, 1000)] = 5
     first_seed: Annotated[int, Within(0, MOST_SEEDS - 1)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    workers: Annotated[int, Within(0, 256)] | Literal["ray"] = 0
-    ray_address: str = ""  # of a running cluster; "" starts one on this machine
+    workers: Annotated[int, Within(0, 256)] | str = 0
     checkpoint_rollouts: Annotated[int, Within(1, 10**6)] = 20
     length: Length = field(default_factory=lambda: Length(decodes=350_000))
     ppo: Ppo = field(default_factory=Ppo)
@@ -174,6 +175,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if isinstance(self.workers, str):
+            address_of(self.workers)
         if self.backend == "measured":
             for name in ("workers", "stage", "test"):
                 if getattr(self, name) != getattr(SIMULATED, name):

@@ -100,6 +100,7 @@ def minimize_max_load(request: SearchRequest) -> list[Candidate]:
     if problem.device_count > 1:
         orders = linear_orders(problem)
         known = [candidate.devices for candidate in candidates]
+        known += [] if request.start is None else [request.start.devices]
         parts = _least_loaded(problem, _contiguous_parts(problem, known, orders, meter))
         starts = _least_loaded(problem, known + parts)[:STARTS]
         with Workers(request.workers) as workers:

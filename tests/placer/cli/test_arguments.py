@@ -112,9 +112,23 @@ def test_an_empty_value_is_not_the_default(
     assert f"argument {option}: the value is empty: give one, or leave it out" in error
 
 
+@pytest.mark.parametrize("command", ["optimize m.py:f", "train --out x"])
+def test_workers_are_a_number_or_a_cluster(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = build_parser()
+    for value in ("ray", "ray://node:6379"):
+        assert parser.parse_args([*command.split(), "--workers", value]).workers == value
+    assert parser.parse_args([*command.split(), "--workers", "3"]).workers == 3
+    for wrong, reason in (("0", "from 1"), ("rays", "'ray'"), ("ray://node", "'ray'")):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*command.split(), "--workers", wrong])
+        assert reason in capsys.readouterr().err
+
+
 def test_an_option_without_its_optional_value_has_no_empty_one() -> None:
-    parsed = build_parser().parse_args(["train", "--out", "x", "--ray"])
-    assert parsed.ray == ""
+    parsed = build_parser().parse_args(["machine", "--clear-cache"])
+    assert parsed.clear_cache
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,6 @@ def test_bad_targets_get_a_sentence(
         ("train --out x --policy generalist", "--policy needs --evaluate"),
         ("train --evaluate families", "takes --policy NAME"),
         ("train --out x --target m.py:f", "--target needs --backend measured"),
-        ("train --out x --workers 2 --ray", "--workers or --ray"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_before_any_work(

@@ -217,7 +217,6 @@ def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
     [
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--decodes", "10", "--seconds", "1"], "give one of them"),
-        (["--workers", "2", "--ray"], "not both"),
         (["--device", "cuda"], "no such device"),
         (["--start", "nobody"], "there is no policy 'nobody'"),
         (["--backend", "measured"], "give --target"),
