@@ -176,11 +176,8 @@ def _extend_over_equal_links(
     devices = cost_ns.shape[1]
     elsewhere = UNREACHABLE_NS
     for there in range(devices):
-        if forward:
-            time = head[u, there] + cost_ns[u, there]
-        else:
-            time = cost_ns[v, there] + tail[v, there]
-        elsewhere = min(elsewhere, time + moved_ns)
+        path = head[u, there] + cost_ns[u, there] if forward else cost_ns[v, there] + tail[v, there]
+        elsewhere = min(elsewhere, path + moved_ns)
     for here in range(devices):
         if forward:
             least = min(elsewhere, head[u, here] + cost_ns[u, here])
