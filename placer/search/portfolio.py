@@ -33,10 +33,10 @@ from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.evolution import POPULATION, SIGMA, Evolution
+from placer.search.grouping import EVALUATIONS, has_levels, level_above
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
 from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
-from placer.search.multilevel import EVALUATIONS, has_levels, level_above
 from placer.search.request import MAX_LOAD, Budget, SearchRequest
 from placer.search.sampling import BudgetedEvaluator, Sampling
 from placer.search.workers import Team, Workers
@@ -64,7 +64,7 @@ SENDERS: Final = 0.3
 """Share of annealing moves for ops that may delay the transfers of the critical chain."""
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
-GROUPS_SHARE: Final = 0.3
+GROUPS_SHARE: Final = 0.2
 """Share of the budget that heuristics leave in which groups of ops are placed on large graphs."""
 
 

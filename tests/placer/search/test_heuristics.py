@@ -216,7 +216,8 @@ def plain_etf(o: SchedulingArrays) -> tuple[list[int], list[int]]:
         [(int(o.predecessors[e]), float(o.edge_bytes[e])) for e in range(first, end)]
         for first, end in itertools.pairwise(o.predecessor_start.tolist())
     ]
-    home, finish, free, rounds = [-1] * count, [0.0] * count, [0.0] * devices, []
+    home, finish, free = [-1] * count, [0.0] * count, [0.0] * devices
+    rounds: list[int] = []
 
     def begin(v: int, d: int) -> float:
         arrivals = [
