@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from benchmarks import (
     extraction,
+    huge,
     large,
     max_load,
     quality,
@@ -48,6 +49,7 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "quality": quality,
     "search": search,
     "large": large,
+    "huge": huge,
     "max_load": max_load,
     "hosts": hosts,
     "cores": cores,

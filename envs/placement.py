@@ -76,13 +76,21 @@ class Placement:
                 f"a placement of {len(self.ops)} ops has {len(self.devices)} devices and "
                 f"{len(self.priority)} priorities"
             )
-        for op_id, d, priority in zip(self.ops, self.devices, self.priority, strict=True):
-            if not 0 <= d < len(self.device_names):
-                raise ValueError(
-                    f"op {op_id!r} is on device {d} of {len(self.device_names)} devices"
-                )
-            if not math.isfinite(priority):
-                raise ValueError(f"op {op_id!r}: priority is {priority}, not a finite number")
+        count = len(self.device_names)
+        if not 0 <= min(self.devices) <= max(self.devices) < count:
+            op_id, d = next(
+                (op_id, d)
+                for op_id, d in zip(self.ops, self.devices, strict=True)
+                if not 0 <= d < count
+            )
+            raise ValueError(f"op {op_id!r} is on device {d} of {count} devices")
+        if not all(map(math.isfinite, self.priority)):
+            op_id, priority = next(
+                (op_id, priority)
+                for op_id, priority in zip(self.ops, self.priority, strict=True)
+                if not math.isfinite(priority)
+            )
+            raise ValueError(f"op {op_id!r}: priority is {priority}, not a finite number")
         one_of(self.objective, OBJECTIVES, "objective")
         within(len(self.device_names), 1, MOST_DEVICES, "the number of devices")
         check_micro_batches(self.micro_batches, self.in_flight)

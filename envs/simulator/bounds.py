@@ -19,6 +19,8 @@ from graphs.graph import PHASES, GraphArrays
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
 """Average integer weight per device."""
+SAMPLED: Final = 20_000
+"""Most ops that the weights are computed from; of more, every k-th one counts."""
 MOST_WEIGHT: Final = 1 << 24
 """Maximum sum of the integer weights of all devices."""
 
@@ -130,7 +132,8 @@ def _shares(cost_ns: Longs, allowed: Bools) -> tuple[Longs, int]:
     Each round assigns every op to the device of its least weighted cost, then raises the weights of
     overloaded devices; the bound holds for any weights.
     """
-    cost = np.where(allowed, cost_ns.astype(np.float64), np.inf)
+    sample = slice(None, None, -(-len(cost_ns) // SAMPLED))
+    cost = np.where(allowed[sample], cost_ns[sample].astype(np.float64), np.inf)
     count = cost.shape[1]
     weight = np.full(count, 1 / count)
     best, best_weight = -1.0, weight
@@ -147,8 +150,10 @@ def _shares(cost_ns: Longs, allowed: Bools) -> tuple[Longs, int]:
     # Costs are below 2**39: products stay within 63 bits.
     whole = np.rint(best_weight * min(count * WEIGHT, MOST_WEIGHT)).astype(np.int64)
     never = np.iinfo(np.int64).max
-    shares = np.where(allowed, cost_ns * whole, never).min(axis=1)
-    return np.asarray(shares, np.int64), int(whole.sum())
+    shares = np.full(len(cost_ns), never)
+    for d in range(count):  # one device at a time, to save memory
+        np.minimum(shares, np.where(allowed[:, d], cost_ns[:, d] * whole[d], never), out=shares)
+    return shares, int(whole.sum())
 
 
 def _rounded_up(shares: Longs, total: int) -> int:

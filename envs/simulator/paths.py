@@ -33,7 +33,9 @@ class Paths(NamedTuple):
 
 
 def paths_of(problem: Problem, work_ns: Longs | None = None) -> Paths:
-    """Compute the paths of a problem, in time O(E * D * D), with ``work_ns`` also O(gates * N).
+    """Compute the paths of a problem, in time O(E * D * D), with equal links O(E * D).
+
+    ``work_ns`` adds O(gates * N).
 
     A head is at least that of any input, its cost and its transfer, with the input on the device
     that is best for this path: transfers count where no choice of devices avoids them at less cost.
@@ -59,12 +61,21 @@ def paths_of(problem: Problem, work_ns: Longs | None = None) -> Paths:
         problem.latency_s.copy(),
         problem.bandwidth_bytes_per_s.copy(),
         problem.connected.copy(),
+        _equal_links(problem),
         np.zeros((problem.device_count, problem.device_count), np.int64),
         _work(graph, work_ns),
         head,
         tail,
     )
     return Paths(head_ns=head, tail_ns=tail)
+
+
+def _equal_links(problem: Problem) -> bool:
+    """Return whether all pairs of devices are joined by equal links."""
+    apart = ~np.eye(problem.device_count, dtype=np.bool_)
+    links = (problem.latency_s, problem.bandwidth_bytes_per_s)
+    alike = all(len(np.unique(link[apart])) <= 1 for link in links)
+    return alike and problem.device_count > 1 and bool(problem.connected.all())
 
 
 @by_pointer
@@ -109,6 +120,7 @@ def _fill_longest(
     latency_s: Floats,
     bandwidth_bytes_per_s: Floats,
     connected: Bools,
+    equal_links: bool,
     moved: Longs,
     work: _Work,
     head: Longs,
@@ -126,6 +138,10 @@ def _fill_longest(
             _raise(tail[v], work, v, step - count)
         for e in range(predecessor_start[v], predecessor_start[v + 1]):
             u = predecessors[e]
+            if equal_links:
+                moved_ns = transfer_ns(latency_s[0, 1], edge_bytes[e], bandwidth_bytes_per_s[0, 1])
+                _extend_over_equal_links(cost_ns, head, tail, u, v, moved_ns, forward)
+                continue
             for s in range(devices):
                 for d in range(devices):
                     if s == d:
@@ -150,6 +166,25 @@ def _fill_longest(
                     tail[u, here] = max(tail[u, here], least)
         if forward and gates:
             _raise(head[v], work, v, step)
+
+
+@compiled_inline
+def _extend_over_equal_links(
+    cost_ns: Longs, head: Longs, tail: Longs, u: int, v: int, moved_ns: int, forward: bool
+) -> None:
+    """Extend the paths over an edge whose transfer takes as long between any two devices."""
+    devices = cost_ns.shape[1]
+    elsewhere = UNREACHABLE_NS
+    for there in range(devices):
+        path = head[u, there] + cost_ns[u, there] if forward else cost_ns[v, there] + tail[v, there]
+        elsewhere = min(elsewhere, path + moved_ns)
+    for here in range(devices):
+        if forward:
+            least = min(elsewhere, head[u, here] + cost_ns[u, here])
+            head[v, here] = max(head[v, here], least)
+        else:
+            least = min(elsewhere, cost_ns[v, here] + tail[v, here])
+            tail[u, here] = max(tail[u, here], least)
 
 
 @compiled_inline

@@ -54,9 +54,10 @@ class Schedule:
         Between two of them there is no gap, or a transfer (and what it waited for), or, with hosts,
         the time that their thread took to issue ops and copies.
         """
+        cause = self.cause.tolist()
         i = int(np.argmax(self.end_ns))
         chain = [i]
-        while (i := int(self.cause[i])) >= 0:
+        while (i := cause[i]) >= 0:
             chain.append(i)
         return chain[::-1]
 

@@ -157,12 +157,22 @@ class Coarsened:
                 f"devices of shape {devices_of_groups.shape} and priorities of shape "
                 f"{priority_of_groups.shape} are not for {count} groups"
             )
-        rank = np.empty(count, np.int64)
-        rank[np.argsort(-priority_of_groups, kind="stable")] = np.arange(count)
-        ops = self.running[np.argsort(rank[self.group_of[self.running]], kind="stable")]
-        priority = np.empty(len(ops))
-        priority[ops] = np.arange(len(ops), 0, -1)
+        priority = priority_of_ops(priority_of_groups, self.group_of, self.running)
         return devices_of_groups[self.group_of].astype(np.int32), priority
+
+
+def priority_of_ops(
+    priority_of_groups: NDArray[np.floating],
+    group_of: NDArray[np.integer],
+    running: NDArray[np.integer],
+) -> NDArray[np.float64]:
+    """Return priorities from N to 1 as :meth:`Coarsened.expand` does, (N,)."""
+    rank = np.empty(len(priority_of_groups), np.int64)
+    rank[np.argsort(-priority_of_groups, kind="stable")] = np.arange(len(rank))
+    ops = running[np.argsort(rank[group_of[running]], kind="stable")]
+    priority = np.empty(len(ops))
+    priority[ops] = np.arange(len(ops), 0, -1)
+    return priority
 
 
 def coarsen(

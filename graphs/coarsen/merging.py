@@ -258,18 +258,50 @@ def cut(
     ``group_of`` (N,) has no cycles, and all ops of a group are of one of the ``classes`` (N,).
     ``weight`` (N,) is finite and not negative, ``most`` at least 1.
     """
+    order, pieces = _sequence(graph, group_of, classes, weight)
+    if len(pieces.ends) > most:
+        return None
+    return _cut_at(pieces.best_cuts(most), order, group_of)
+
+
+def cut_by_weight(
+    graph: GraphArrays,
+    group_of: NDArray[np.int64],
+    classes: NDArray[np.int64],
+    weight: NDArray[np.float64],
+    heaviest: float,
+) -> NDArray[np.int64]:
+    """Return the groups of all ops, (N,), that weigh at most ``heaviest``, in one pass.
+
+    As :func:`cut`, however many groups there are. What is heavier alone remains a group.
+    """
+    order, pieces = _sequence(graph, group_of, classes, weight)
+    cuts = pieces.cuts(heaviest, len(order))
+    assert cuts is not None, "there are no more pieces than groups"
+    return _cut_at(cuts, order, group_of)
+
+
+def _sequence(
+    graph: GraphArrays,
+    group_of: NDArray[np.int64],
+    classes: NDArray[np.int64],
+    weight: NDArray[np.float64],
+) -> tuple[NDArray[np.int64], _Pieces]:
+    """Return the groups in the order in which they are cut, and what is cut."""
     quotient = Quotient.of(graph, group_of)
     class_of = np.empty(quotient.count, np.int64)
     class_of[group_of] = classes
     order = quotient.depth_first(class_of)
     heavy = np.bincount(group_of, weight)[order].astype(np.float64)
     ends = [*(np.flatnonzero(np.diff(class_of[order])) + 1).tolist(), quotient.count]
-    if len(ends) > most:
-        return None
-    pieces = _Pieces(heavy, ends, _bonds(graph, group_of, order))
-    piece = np.empty(quotient.count, np.int64)
-    cuts = np.array(pieces.best_cuts(most))
-    piece[order] = np.searchsorted(cuts, np.arange(quotient.count), side="right")
+    return order, _Pieces(heavy, ends, _bonds(graph, group_of, order))
+
+
+def _cut_at(
+    cuts: Sequence[int], order: NDArray[np.int64], group_of: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    piece = np.empty(len(order), np.int64)
+    piece[order] = np.searchsorted(np.array(cuts), np.arange(len(order)), side="right")
     return renumbered(piece[group_of])
 
 

@@ -8,7 +8,7 @@ is kept, so the result is never worse than the heuristics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Final, Protocol
 
@@ -33,10 +33,11 @@ from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.evolution import POPULATION, SIGMA, Evolution
+from placer.search.grouping import EVALUATIONS, has_levels, level_above
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
 from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
-from placer.search.request import MAX_LOAD, SearchRequest
+from placer.search.request import MAX_LOAD, Budget, SearchRequest
 from placer.search.sampling import BudgetedEvaluator, Sampling
 from placer.search.workers import Team, Workers
 
@@ -63,6 +64,8 @@ SENDERS: Final = 0.3
 """Share of annealing moves for ops that may delay the transfers of the critical chain."""
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
+GROUPS_SHARE: Final = 0.2
+"""Share of the budget that heuristics leave in which groups of ops are placed on large graphs."""
 
 
 class Proposer(Protocol):
@@ -101,6 +104,8 @@ class Portfolio:
             search = _Search(request, workers, bounded=_pays(request))
             search.begin()
             if request.problem.device_count > 1:
+                if has_levels(request.problem):
+                    search.begin_by_groups(self)
                 search.evolve(self.policy)
                 search.anneal()
         request.report(1.0, "done")
@@ -132,6 +137,38 @@ class _Search:
         self._note("heuristics", ranked(self.known)[0].step_ns)
         if (start := self.meter.request.start) is not None:
             self._keep(start)
+
+    def begin_by_groups(self, placer: Portfolio) -> None:
+        """Place groups of ops by a search of their own, and expand what it finds."""
+        request = self.meter.request
+        end = self.began + (1.0 - self.began) * GROUPS_SHARE
+
+        def report(share: float, text: str) -> None:
+            request.report(self.began + (end - self.began) * share, f"groups: {text}")
+
+        level = level_above(request.problem)
+        budget = self._until(end)
+        if budget is None:
+            return
+        of_groups = replace(
+            request, problem=level.problem, budget=budget, progress=report, search_trace=None
+        )
+        found = placer.place(of_groups)
+        if budget.evaluations is not None:
+            self.meter.spend(budget.evaluations)
+        for start in level.starts(found, self.evaluator):
+            self._keep(start)
+            self.meter.spend(EVALUATIONS // 2)
+        self.began = self.meter.share()
+
+    def _until(self, share: float) -> Budget | None:
+        """Return the budget that is left until ``share`` of it is spent; None if there is none."""
+        budget, left = self.meter.request.budget, self.meter.left(share)
+        if left is not None:
+            return Budget(evaluations=left) if left > 0 else None
+        assert budget.seconds is not None
+        seconds = budget.seconds * share - self.meter.seconds()
+        return Budget(seconds=seconds) if seconds > 0 else None
 
     def evolve(self, policy: Proposer | None) -> None:
         """Evolve weights from the policy's best ones or HEFT's, then in sight of the best plan."""

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import (
     extraction,
+    huge,
     instances,
     large,
     learning,
@@ -237,6 +238,16 @@ def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> No
     assert len(np.unique(costs, axis=1).T) == distinct
     [*_, mean] = large.large_table({name: scores}, budgets).rows
     assert mean[0] == "geometric mean"
+
+
+def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
+    small = replace(large.LARGE[-1], make=partial(large._layered, 1, 60, 4, 0.5), kinds="e")
+    found = huge.searched(Portfolio(), huge.Huge("small", small.problem, Budget(evaluations=30)), 2)
+    assert found["ops"] == 60
+    assert 0 < found["bound"] <= min(found["steps"]) <= max(found["steps"]) <= 1
+    [row] = huge.huge_table({"small": found}).rows
+    assert row[0] == "small, 60 ops"
+    assert len(row) == len(huge.COLUMNS)
 
 
 def test_learning_is_compared_at_equal_decodes() -> None:

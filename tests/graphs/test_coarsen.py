@@ -16,6 +16,7 @@ from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.coarsen.groups import Coarsened, coarsen
+from graphs.coarsen.merging import cut_by_weight
 from graphs.coarsen.sizes import SUMMED
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
 from graphs.synthetic.mirror import with_backward
@@ -260,6 +261,18 @@ def test_branches_are_cut_where_they_end() -> None:
     found = coarsen(branches(8, 10), most_groups=10)
     branch_groups = {found.group_of[1 + b * 10 + i] for b in range(8) for i in range(10)}
     assert len(branch_groups) == 8
+
+
+def test_a_chain_is_cut_by_weight_in_one_pass_and_heavy_ops_stay_alone() -> None:
+    graph = new_graph("chain")
+    for i in range(7):
+        add_op(graph, str(i), cost_s={"*": 1.0}, output_bytes=10)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    weight = np.array([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0])
+    ops, each = GraphArrays.from_graph(graph), np.arange(7)
+    found = cut_by_weight(ops, each, np.zeros(7, np.int64), weight, 2.0)
+    assert found.tolist() == [0, 0, 1, 2, 3, 3, 4]
 
 
 def test_ops_without_costs_are_grouped_by_their_number() -> None:

@@ -13,7 +13,13 @@ import numpy as np
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
 from envs.problem import Bools, Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import SchedulingArrays
-from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule, reset
+from placer.search.list_scheduler.partial_schedule import (
+    PartialSchedule,
+    empty_schedule,
+    pop,
+    push,
+    reset,
+)
 
 WINDOW: Final = 128
 """Number of ready ops considered in each round, those with the highest upward ranks; this makes N *
@@ -32,10 +38,12 @@ def etf(problem: SchedulingArrays) -> tuple[Ints, Floats]:
     schedule = empty_schedule(problem)
     order = np.argsort(-problem.bottom_level, kind="stable")
     schedule.rank[order] = np.arange(count)
-    arrivals = _Arrivals(
-        data=np.zeros((count, device_count)), reach=np.ones((count, device_count), np.bool_)
+    ready = _Ready(
+        first=np.zeros(WINDOW, np.int64),
+        data=np.zeros((count, device_count)),
+        reach=np.ones((count, device_count), np.bool_),
     )
-    _etf(problem, schedule, arrivals, order, devices, priority)
+    _etf(problem, schedule, ready, order, devices, priority)
     return devices, priority
 
 
@@ -52,9 +60,10 @@ def memory_etf(problem: SchedulingArrays) -> tuple[Ints, Floats]:
 
 
 @by_pointer
-class _Arrivals(NamedTuple):
-    """Inputs of the ready ops, for every device."""
+class _Ready(NamedTuple):
+    """The first ready ops by upward rank, and the inputs of all ready ops, for every device."""
 
+    first: Longs  # (WINDOW,) ranks, ascending
     data: Floats  # (N, D) arrival of all inputs, ns
     reach: Bools  # (N, D) whether links connect all inputs to it
 
@@ -63,34 +72,37 @@ class _Arrivals(NamedTuple):
 def _etf(
     o: SchedulingArrays,
     schedule: PartialSchedule,
-    arrivals: _Arrivals,
+    ready: _Ready,
     order: Longs,
     devices: Ints,
     priority: Floats,
 ) -> None:
     """Fill ``devices`` (N,), initially -1, and ``priority`` (N,); ``order`` is by upward rank.
 
-    The heap of the schedule holds the ranks of all ready ops, ascending.
+    The heap of the schedule holds the ranks of the ready ops beyond the window.
     """
     count, device_count = o.cost.shape
     waiting, finish, free = schedule.waiting, schedule.finish, schedule.free
     pinned, queue_free, sent = schedule.pinned, schedule.queue_free, schedule.sent
-    rank, ready, used = schedule.rank, schedule.heap, schedule.resident
-    data, reach = arrivals.data, arrivals.reach
+    rank, later, used = schedule.rank, schedule.heap, schedule.resident
+    first, data, reach = ready.first, ready.data, ready.reach
     reset(o, schedule)
-    size = 0
+    size, beyond = 0, 0
     for r in range(count):
         if waiting[order[r]] == 0:
-            ready[size] = r
-            size += 1
+            if size < WINDOW:
+                first[size] = r
+                size += 1
+            else:
+                beyond = push(later, beyond, r)
 
     for position in range(count):
         best = np.inf
         best_tier = 0
         at = -1
         device = int64(-1)
-        for k in range(min(size, WINDOW)):
-            v = order[ready[k]]
+        for k in range(size):
+            v = order[first[k]]
             group = o.group[v]
             for d in range(device_count):
                 if not o.allowed[v, d] or (group >= 0 and pinned[group] not in (-1, d)):
@@ -102,10 +114,14 @@ def _etf(
                 begin = max(free[d], data[v, d])
                 if tier > best_tier or (tier == best_tier and begin < best):
                     best, best_tier, at, device = begin, tier, k, d
-        v = order[ready[at]]
+        v = order[first[at]]
         size -= 1
         for k in range(at, size):
-            ready[k] = ready[k + 1]
+            first[k] = first[k + 1]
+        if beyond > 0:
+            first[size] = pop(later, beyond)
+            size += 1
+            beyond -= 1
 
         devices[v] = device
         priority[v] = count - position
@@ -133,12 +149,19 @@ def _etf(
             waiting[w] -= 1
             if waiting[w] > 0:
                 continue
-            hole = size
-            while hole > 0 and ready[hole - 1] > rank[w]:
-                ready[hole] = ready[hole - 1]
-                hole -= 1
-            ready[hole] = rank[w]
-            size += 1
+            r = int64(rank[w])
+            if size == WINDOW and r < first[WINDOW - 1]:
+                beyond = push(later, beyond, first[WINDOW - 1])
+                size -= 1
+            if size == WINDOW:
+                beyond = push(later, beyond, r)
+            else:
+                hole = size
+                while hole > 0 and first[hole - 1] > r:
+                    first[hole] = first[hole - 1]
+                    hole -= 1
+                first[hole] = r
+                size += 1
             for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
                 p = o.predecessors[e]
                 for d in range(device_count):

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from envs.hardware.cluster import LONGEST_S, MOST_DEVICES, Cluster, Device
 from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
+from envs.simulator import INFEASIBLE_NS, Schedule, Simulator, bounds
 from envs.simulator.bounds import _shares, lower_bound_ns, missing_link, pace_ns
+from envs.simulator.paths import paths_of
 from envs.simulator.reasons import memory_shortfall
 from graphs.graph import ANY_KIND, GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.planted import Planted, planted
 from graphs.synthetic.shapes import Weights, fork_join, layered
+from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import one_kind, problem_of, random_case
 
 torch.set_num_threads(1)
@@ -356,3 +358,24 @@ def test_bounds_hold_for_the_dearest_op_on_most_devices() -> None:
     devices = tuple(Device(name=f"d{i}", kind="k", memory_bytes=1) for i in range(MOST_DEVICES))
     problem = Problem.of(GraphArrays.from_graph(graph), Cluster(name="c", devices=devices))
     assert 0 < pace_ns(problem) <= lower_bound_ns(problem) == problem.cost_ns[0, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_paths_over_equal_links_are_those_over_links_that_hardly_differ(seed: int) -> None:
+    problem = random_problem(seed, ops=60, devices=4, unequal=True, pins=True)
+    even = np.full((4, 4), 7e9)  # bytes per second: no transfer takes half a nanosecond more
+    uneven = even.copy()
+    uneven[0, 1] = np.nextafter(7e9, np.inf)  # no transfer takes a nanosecond less
+    equal, other = (paths_of(replace(problem, bandwidth_bytes_per_s=b)) for b in (even, uneven))
+    assert (equal.head_ns == other.head_ns).all()
+    assert (equal.tail_ns == other.tail_ns).all()
+
+
+def test_of_many_ops_some_are_enough_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(0, ops=300, devices=3, unequal=True)
+    of_all = pace_ns(problem)
+    monkeypatch.setattr(bounds, "SAMPLED", 100)
+    assert 0.95 * of_all < pace_ns(problem) < 1.05 * of_all
+    shares, total = bounds._shares(problem.cost_ns, problem.allowed)
+    # The weights are those of some ops, the bound is of all: no assignment has less work.
+    assert pace_ns(problem) == -(-int(shares.sum()) // total)

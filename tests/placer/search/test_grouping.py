@@ -3,7 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placer.search.grouping import spread, units
+from graphs.coarsen.merging import edge_sources
+from placer.search import grouping
+from placer.search.evaluator import Evaluator
+from placer.search.grouping import level_above, spread, units
+from placer.search.heuristics import heuristics
+from placer.search.portfolio import Portfolio
+from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
 
@@ -27,3 +33,50 @@ def test_groups_are_numbered_in_topological_order_of_their_first_ops() -> None:
     of_ops = units(problem).group_of[problem.graph.topological]
     first = np.unique(of_ops, return_index=True)[1]
     assert (np.diff(first) > 0).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_add_up_their_ops_and_form_no_cycle(seed: int) -> None:
+    problem = random_problem(seed, ops=120, groups=seed % 2 == 1, pins=seed > 2, unequal=True)
+    level = level_above(problem)
+    groups, group_of = level.problem, level.group_of
+    assert groups.op_count < problem.op_count / 2 or seed > 0
+    assert (edge_sources(groups.graph) < groups.graph.successors).all()
+    assert sorted(level.running.tolist()) == list(range(problem.op_count))
+    for g in range(groups.op_count):
+        members = np.flatnonzero(group_of == g)
+        assert (problem.allowed[members] == groups.allowed[g]).all()
+        assert groups.cost_ns[g].tolist() == problem.cost_ns[members].sum(axis=0).tolist()
+        assert groups.held_bytes[g] == problem.held_bytes[members].sum()
+        assert groups.graph.resident_bytes[g] == problem.graph.resident_bytes[members].sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expanded_placements_keep_the_limits_and_are_simulated(seed: int) -> None:
+    problem = random_problem(seed, ops=120, groups=True, pins=True, unequal=True)
+    level, evaluator = level_above(problem), Evaluator(problem)
+    starts = level.starts(heuristics(Evaluator(level.problem)), evaluator)
+    assert starts
+    for start in starts:
+        assert keeps_groups(problem, start.devices)
+        assert keeps_limits(problem, start.devices)
+        assert start.step_ns == evaluator.costs(start.devices[None], start.priority[None])[0]
+
+
+def test_what_fits_into_no_memory_is_no_start() -> None:
+    problem = random_problem(0, ops=120, memory_bytes=1000)
+    level = level_above(problem)
+    assert level.starts(heuristics(Evaluator(level.problem)), Evaluator(problem)) == []
+
+
+def test_a_search_by_levels_repeats_and_is_never_worse_than_the_heuristics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouping, "GROUPED_OPS", 100)  # two levels above the ops
+    problem = random_problem(5, ops=1000, devices=4, unequal=True)
+    request = SearchRequest(problem, Budget(evaluations=600), seed=3)
+    found, again = (Portfolio().place(request) for _ in range(2))
+    assert found[0].devices.tolist() == again[0].devices.tolist()
+    assert found[0].step_ns == again[0].step_ns
+    best = min(candidate.step_ns for candidate in heuristics(Evaluator(problem)))
+    assert found[0].step_ns < best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.hardware.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Floats, Ints, Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
+from graphs.synthetic.shapes import Weights, layered
 from placer.search.candidate import Kind, ranked
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import (
@@ -27,7 +29,7 @@ from placer.search.heuristics import (
 )
 from placer.search.list_scheduler.arrays import SchedulingArrays, scheduling_arrays
 from placer.search.list_scheduler.decoder import HEFT, decode
-from placer.search.list_scheduler.etf import etf, memory_etf
+from placer.search.list_scheduler.etf import WINDOW, etf, memory_etf
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
@@ -204,6 +206,54 @@ def test_their_steps_are_simulated_and_no_longer_than_planned_with_costs_alone(s
         simulated = Simulator(problem).run(candidate.devices, candidate.priority)
         if simulated.feasible:
             assert candidate.step_ns == simulated.step_ns
+
+
+def plain_etf(o: SchedulingArrays) -> tuple[list[int], list[int]]:
+    """Return devices and ops in the order of their rounds, where transfers never wait."""
+    count, devices = o.cost.shape
+    rank = np.argsort(np.argsort(-o.bottom_level, kind="stable"))
+    inputs = [
+        [(int(o.predecessors[e]), float(o.edge_bytes[e])) for e in range(first, end)]
+        for first, end in itertools.pairwise(o.predecessor_start.tolist())
+    ]
+    home, finish, free = [-1] * count, [0.0] * count, [0.0] * devices
+    rounds: list[int] = []
+
+    def begin(v: int, d: int) -> float:
+        arrivals = [
+            finish[p] + (o.latency[home[p], d] + size * o.ns_per_byte[home[p], d])
+            if home[p] != d
+            else finish[p]
+            for p, size in inputs[v]
+        ]
+        return float(max([free[d], *arrivals]))
+
+    while len(rounds) < count:
+        is_ready = (
+            v for v in range(count) if home[v] < 0 and all(home[p] >= 0 for p, _ in inputs[v])
+        )
+        window = sorted(is_ready, key=lambda v: rank[v])[:WINDOW]
+        at, k, d = min((begin(v, d), k, d) for k, v in enumerate(window) for d in range(devices))
+        v = window[k]
+        home[v], finish[v] = d, at + o.cost[v, d]
+        free[d] = finish[v]
+        rounds.append(v)
+    return home, rounds
+
+
+def test_etf_equals_its_plain_form_with_more_ready_ops_than_its_window() -> None:
+    rng = np.random.default_rng(0)
+    graph = layered(rng, ops=500, width=250, weights=Weights(ratio=1.0))
+    names = ("x:0", "x:1", "x:2")
+    # A latency and a rate in whole nanoseconds, so that sums do not depend on their order.
+    link = Link(between=names, latency_s=5e-6, bandwidth_bytes_per_s=1e9, sharing="none")
+    devices = tuple(Device(name=name, kind="x", memory_bytes=10**15) for name in names)
+    cluster = Cluster(name="three", devices=devices, links=(link,))
+    arrays = scheduling_arrays(Problem.of(GraphArrays.from_graph(graph), cluster))
+    found, priority = etf(arrays)
+    home, rounds = plain_etf(arrays)
+    assert found.tolist() == home
+    assert np.argsort(-priority).tolist() == rounds
 
 
 def test_costs_under_load_do_not_make_ops_allowed() -> None:

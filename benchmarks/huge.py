@@ -1,0 +1,114 @@
+"""Search of graphs with 100,000 and 1,000,000 ops: steps, time and memory.
+
+    python -m benchmarks huge [--quick | --full] [--seeds N]
+
+The step is compared with the best of {single device, HEFT, ETF}, with HEFT, and with a lower bound
+that no placement may reach. Everything is simulated, with the default policy, on one core. Seconds
+are those of the whole search, its heuristics included; memory is the peak of the process until
+then, so the problems come in the order of their sizes. With ``--quick`` one has 20,000 ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.large import Large, _inceptions, _layered, _moe, _nmt, _transformer
+from benchmarks.record import Effort, Part
+from benchmarks.simulator import cluster_of, flat_layered
+from benchmarks.tables import Table, spread
+from envs.problem import Problem
+from envs.simulator.bounds import lower_bound_ns
+from placer.policies import load
+from placer.search.candidate import Kind
+from placer.search.compilation import load_compiled_code
+from placer.search.portfolio import Portfolio
+from placer.search.request import Budget, Placer, SearchRequest
+
+COLUMNS: Final = ("problem", "of best", "of HEFT", "bound of best", "s", "GB")
+
+
+@dataclass(frozen=True, slots=True)
+class Huge:
+    """A problem that is made when it is searched, and the budget."""
+
+    name: str
+    problem: Callable[[], Problem]
+    budget: Budget
+
+
+def _million() -> Problem:
+    return Problem.of(flat_layered(1_000_000, 64, 1), cluster_of(8))
+
+
+def _of(name: str, make: Callable[..., Any], *sizes: Any, on: str, seconds: float = 30.0) -> Huge:
+    make = functools.partial(make, *sizes)
+    large = Large(name=name, make=make, devices=int(on[:-1]), kinds=on[-1])
+    return Huge(f"{name}, {on}", large.problem, Budget(seconds=seconds))
+
+
+QUICK: Final = (_of("translation", _nmt, 6, 560, on="16u", seconds=2.0),)
+HUGE: Final = (
+    _of("layered", _layered, 11, 100_000, 64, 0.8, on="16u"),
+    _of("transformer", _transformer, 223, 32, on="16e"),
+    _of("translation", _nmt, 6, 2780, on="16u"),
+    _of("mixture of experts", _moe, 6, 254, 64, on="16u"),
+    _of("inception", _inceptions, 230, on="16u"),
+    _of("layered", _layered, 11, 100_000, 64, 0.8, on="64u"),
+    Huge("layered, 8e", _million, Budget(seconds=120.0)),
+)
+
+
+def searched(placer: Placer, huge: Huge, seeds: int) -> dict[str, Any]:
+    """Return the size of a problem, its bound, and the figures of every seed."""
+    problem = huge.problem()
+    found: dict[str, Any] = {"ops": problem.op_count, "steps": [], "of_heft": [], "seconds": []}
+    best = 0
+    for seed in range(seeds):
+        began = time.perf_counter()
+        candidates = placer.place(SearchRequest(problem, huge.budget, seed=seed))
+        found["seconds"].append(time.perf_counter() - began)
+        step_ns = candidates[0].step_ns
+        of_kind = {candidate.kind: candidate.step_ns for candidate in reversed(candidates)}
+        best = min(of_kind[kind] for kind in (Kind.SINGLE_DEVICE, Kind.HEFT, Kind.ETF))
+        found["steps"].append(step_ns / best)
+        found["of_heft"].append(step_ns / of_kind[Kind.HEFT])
+    found["bound"] = lower_bound_ns(problem) / best
+    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
+
+
+def huge_table(found: dict[str, dict[str, Any]]) -> Table:
+    """Return a row for each problem."""
+    rows = tuple(
+        (
+            f"{name}, {of['ops']:,} ops",
+            spread(sorted(of["steps"]), ".3f"),
+            spread(sorted(of["of_heft"]), ".3f"),
+            f"{of['bound']:.3f}",
+            f"{max(of['seconds']):.0f}",
+            f"{of['peak_bytes'] / 1e9:.1f}",
+        )
+        for name, of in found.items()
+    )
+    note = "step / best of {single device, HEFT, ETF} and / HEFT; whole search; peak so far"
+    return Table("Search, huge graphs", note, COLUMNS, rows)
+
+
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return the only part."""
+    seeds = effort.seed_count(quick=1, normal=1, full=3)
+    items: Sequence[Huge] = effort.pick(quick=QUICK, normal=HUGE, full=HUGE)
+
+    def graphs(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        placer = Portfolio(load("generalist"))
+        for item in items:
+            out[item.name] = searched(placer, item, seeds)
+        return huge_table(out)
+
+    return {"graphs": graphs}
