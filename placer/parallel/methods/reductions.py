@@ -77,8 +77,8 @@ class Hierarchical(GroupReduction):
 
     With more levels the middle part is done recursively (BlueConnect, Cho et al., MLSys 2019).
     Ranks of a node must be consecutive. A bucket's first reduce-scatter overlaps with the backward
-    pass. Between ranks that share GPUs, where gloo reduces, there is one all-reduce: gloo scatters
-    no tensors of GPUs.
+    pass. Between ranks that share GPUs, where gloo reduces, there is one all-reduce: whether
+    gloo scatters sums of tensors on GPUs was not tried.
     """
 
     def __init__(
