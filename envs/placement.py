@@ -101,6 +101,11 @@ class Placement:
             if record is not None:
                 check_record(record, where)
 
+    @property
+    def leaves_unplaced(self) -> bool:
+        """Return whether the model runs as it is: by itself, or as each of the replicas."""
+        return self.unplaced or (self.replicas is not None and self.replicas.unplaced)
+
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} on {name}" for name, count in self._op_counts().items())
         return f"<Placement of {len(self.ops)} ops: {counts}>"

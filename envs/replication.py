@@ -70,8 +70,8 @@ class Replication:
         algorithms: of a plan: those that "auto" chose, the one with most bytes first.
         levels: of a plan that reduces level by level: ranks at each level of the network, innermost
             first.
-        unplaced: of a plan: every replica is the model as it is, with a thread of torch on each
-            core of its one device.
+        unplaced: of a plan: every replica is the model as it is on its one device, of cores with a
+            thread of torch on each.
 
     In a placement file::
 

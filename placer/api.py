@@ -89,9 +89,9 @@ def optimize(
         constraints: pins, ops kept together and memory limits, see :class:`placer.Constraints`.
         replicas: train this many replicas of a placement, each on its own devices; ``"auto"``
             chooses the number; see :class:`placer.Replication` for more options. On several cores
-            of this machine the best plans are run, elsewhere nothing is. The result is the
-            placement of one replica, a :class:`placer.ReplicatedResult`, whose ``replication``
-            holds all alternatives.
+            of this machine the best plans are run, and on its GPUs those of a target, elsewhere
+            nothing is. The result is the placement of one replica, a
+            :class:`placer.ReplicatedResult`, whose ``replication`` holds all alternatives.
         extractor: how the graph of a model is extracted: ``"export"``, ``"dispatch"`` or
             ``"modules"``; ``"auto"`` takes the first of these that succeeds.
         progress: show progress on stderr.
@@ -129,8 +129,9 @@ def run_job(job: Job, progress: Progress) -> Result:
     """Load what a job places, and place it."""
     if job.search.measure and not job.has_costs:
         start_ahead(job.cluster)
-    job = job.loaded(progress)
-    return optimize_job(job, progress) if job.replicas is None else plan_job(job, progress).result
+    if job.replicas is not None:
+        return plan_job(job, progress).result
+    return optimize_job(job.loaded(progress), progress)
 
 
 def extract(

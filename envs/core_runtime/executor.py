@@ -287,9 +287,8 @@ def runs_unplaced(names: Sequence[str]) -> bool:
 
 
 def leaves_unplaced(placement: Placement) -> bool:
-    """Return whether a placement leaves the model unplaced: by its device, or by its replicas."""
-    of_replicas = placement.replicas is not None and placement.replicas.unplaced
-    return placement.unplaced or of_replicas or runs_unplaced(placement.device_names)
+    """Return whether a placement leaves the model unplaced: by itself, or by its device."""
+    return placement.leaves_unplaced or runs_unplaced(placement.device_names)
 
 
 def _pool_with_example(

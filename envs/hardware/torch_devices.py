@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -94,6 +94,12 @@ def uuid_of(device: torch.device) -> str:
     """Return what identifies a GPU whatever the devices visible to a process; "" for others."""
     properties = None if device.type == "cpu" else _call(device, "get_device_properties", device)
     return str(getattr(properties, "uuid", ""))
+
+
+def gpu_identities(names: Sequence[str]) -> list[str]:
+    """Return what the GPUs among devices are, whatever their numbers: driver, kinds and UUIDs."""
+    gpus = [torch_device(name) for name in names if name.startswith("cuda:")]
+    return [driver_version(), *map(kind_of, gpus), *map(uuid_of, gpus)] if gpus else []
 
 
 def kernel_settings() -> tuple[str, ...]:

@@ -146,7 +146,7 @@ class TorchRuntime:
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
         devices = [torch_device(cluster.names[d]) for d in fitting.devices]
-        if placement.unplaced:
+        if placement.leaves_unplaced:
             return UnplacedModel(self.extraction, device=devices[0])
         return placed_module(
             self.extraction, self.calls, devices, fitting.priority, overlap=self.overlap

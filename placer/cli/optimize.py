@@ -58,7 +58,7 @@ targets:
                               as in 'model.onnx?batch=2&sequence=64'
   graph.json                  a graph with known costs (needs --cluster); nothing is run
 
-settings of --data-parallel (plans are run on cores of this machine only):
+settings of --data-parallel (plans are run on cores and GPUs of this machine only):
   batch               {" or ".join(BATCHES)}: replicas have whole batches, or share one
   accumulate          passes whose gradients are added up before they are reduced [1]
   reduction           {AUTO} or one of {", ".join(ALGORITHMS[:3])},

@@ -28,7 +28,7 @@ from envs.costs.torch_speeds import burst
 from envs.hardware.cache_folder import cache_folder, host, processor
 from envs.hardware.discover import cores_of, is_core
 from envs.hardware.noise import noise_of
-from envs.hardware.torch_devices import driver_version, kind_of, torch_device, uuid_of
+from envs.hardware.torch_devices import CPU, gpu_identities, torch_device, uuid_of
 from envs.measurement import CONTENDED
 from graphs.files import write_whole
 from graphs.strict_json import array, fields, load_checked, number, text, whole
@@ -75,11 +75,13 @@ def transport_of(devices: Sequence[str]) -> Transport:
     return GLOO if all(map(is_core, devices)) else NCCL
 
 
-def seat_of(device: str) -> Seat:
-    """Return the seat of a rank on a set of cores or a GPU."""
-    if is_core(device):
-        return Seat(cores=tuple(cores_of(device)))
-    return Seat(gpu=f"GPU-{uuid_of(torch_device(device)).removeprefix('GPU-')}")
+def seat_of(*devices: str) -> Seat:
+    """Return the seat of a rank on sets of cores, or on GPUs and maybe the CPU."""
+    if all(map(is_core, devices)):
+        return Seat(cores=tuple(core for name in devices for core in cores_of(name)))
+    gpus = {torch_device(name) for name in devices} - {CPU}
+    uuids = [uuid_of(gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.index)]
+    return Seat(gpus=tuple(f"GPU-{uuid.removeprefix('GPU-')}" for uuid in uuids))
 
 
 def rank_counts(most: int) -> list[int]:
@@ -208,8 +210,7 @@ def _path(devices: Sequence[str]) -> Path:
     transport = transport_of(devices)
     key = [host(), processor(), torch.__version__, transport.name, *devices]
     if transport is NCCL:
-        gpus = [torch_device(name) for name in devices]
-        key += [driver_version(), *map(kind_of, gpus), *map(uuid_of, gpus)]
+        key += gpu_identities(devices)
         key += sorted(f"{name}={each}" for name, each in os.environ.items() if "NCCL" in name)
     digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
     return cache_folder() / f"{PREFIX}{digest}.json"

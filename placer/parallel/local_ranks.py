@@ -50,11 +50,12 @@ class Seat:
     Attributes:
         cores: the cores that it is pinned to, with as many of torch's threads; if there are none,
             it has those of this process.
-        gpu: the only GPU that it sees, as ``CUDA_VISIBLE_DEVICES`` names it; "" is none.
+        gpus: the only GPUs that it sees, as ``CUDA_VISIBLE_DEVICES`` names them; if there are none,
+            it sees those of this process.
     """
 
     cores: tuple[int, ...] = ()
-    gpu: str = ""
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +199,14 @@ class LocalRanks:
             f"import sys; sys.path.append({root!r}); "
             "import placer.parallel.local_ranks as ranks; ranks.serve_from(int(sys.argv[1]))"
         )
-        gpu = task.place.seats[task.number].gpu
+        gpus = ",".join(task.place.seats[task.number].gpus)
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", start, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
             process_group=0,  # Ctrl-C is for this process
         )
         ours.send(task)

@@ -121,9 +121,8 @@ def train_rank(
     """
     request, sync_config = run.request, run.plan.sync
     cuda = [name for name in run.local.device_names if name.startswith("cuda")]
-    if cuda:
-        torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
     gpus = [uuid_of(torch.device(name)) for name in cuda]
+    use_first_gpu(run.local)
     with joined(request.timeout_s, gpus=gpus) as (store, sharing), _cores_given_back():
         rank, ranks = dist.get_rank(), dist.get_world_size()
         nccl = bool(cuda) and not sharing
@@ -191,6 +190,12 @@ def synced(
     """Create what keeps the replica of this rank in sync with those of all other ranks."""
     slots = dict.fromkeys(map(tensor_device, local.device_names))
     return make_sync(replica.module, make_optimizer, config, group_of=groups_of_slots(list(slots)))
+
+
+def use_first_gpu(local: Placement) -> None:
+    """Make the first GPU of a replica the current one, for tensors that NCCL makes itself."""
+    if gpus := [name for name in local.device_names if name.startswith("cuda")]:
+        torch.cuda.set_device(gpus[0])
 
 
 def occupy(local: Placement) -> None:

@@ -1,10 +1,11 @@
-"""Trials of replicas on pinned cores: ranks of several plans train in turns, in the same rounds.
+"""Trials of replicas on cores or GPUs: ranks of several plans train in turns, in the same rounds.
 
 A rank does what a rank of ``placer.run`` does in a step: it zeroes gradients, computes them,
 reduces them and updates the parameters, on the example batch, with a learning rate of 0 and
 without the warm-up steps of its method. Ranks of the unplaced model do so under torch's
 DistributedDataParallel. The ranks of all plans are started first; in each round every plan trains
-for a moment, while the ranks of the others sleep.
+for a moment, while the ranks of the others sleep. Ranks on cores are forked and have the model; on
+GPUs they are new processes, which load it from its target as those of ``placer.run`` do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,20 +27,24 @@ from torch.utils._pytree import tree_map
 from envs.executors.cores.pool import spread_seed
 from envs.executors.process_settings import end_idle_threads
 from envs.executors.unplaced import UnplacedModel
-from envs.hardware.discover import cores_of
+from envs.hardware.torch_devices import cuda_devices, synchronize
 from envs.measured import FEWEST_ROUNDS
 from envs.placement import Placement
-from graphs.extract import Extraction
+from envs.runtime import tensor_device
+from graphs.extract import Extraction, extract
 from graphs.workload import step_copy
 from placer.applying import apply_extracted
+from placer.parallel.collectives import GLOO, Transport, seat_of
 from placer.parallel.data import Batch
-from placer.parallel.local_ranks import Handler, LocalRanks, RankError, Seat
+from placer.parallel.local_ranks import Handler, LocalRanks, RankError
 from placer.parallel.methods.registry import method_named
 from placer.parallel.methods.sync import MakeOptimizer
 from placer.parallel.plan import OPTIMIZERS, run_plan
-from placer.parallel.rank_devices import on_own_group
-from placer.parallel.run import occupy, optimizer_of, synced
+from placer.parallel.rank_devices import as_seen, on_own_group
+from placer.parallel.run import occupy, optimizer_of, synced, use_first_gpu
 from placer.parallel.training import Replica
+from placer.sources.batches import with_part_of_inputs
+from placer.sources.target import Target
 
 TURN_S: Final = 0.15
 TRIALS_S: Final = 20.0
@@ -48,14 +54,16 @@ MOST_STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Replicas to run: a placement with their groups, and the step of one of them.
+    """Replicas to run: a placement with their groups, and what makes the step of one of them.
 
-    Ranks update with an ``optimizer`` of this kind beside the step, which has none.
+    Every rank calls ``make``, which can be pickled unless the ``transport`` has forks. It updates
+    with an ``optimizer`` of this kind beside the step, which has none.
     """
 
-    extraction: Extraction
+    make: Callable[[], Extraction]
     placement: Placement
     optimizer: str = OPTIMIZERS[0]
+    transport: Transport = GLOO
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +77,23 @@ class Runs:
     step_s: list[float] = field(default_factory=list)
     pass_s: list[float] = field(default_factory=list)
     failure: str = ""
+
+
+def copied(extraction: Extraction) -> Extraction:
+    """Return an extraction with a copy of its step, for a rank that this process forks."""
+    return replace(extraction, step=step_copy(extraction.step))
+
+
+def loaded(target: Target, parts: int, extractor: str) -> Extraction:
+    """Load and extract a target with one of ``parts`` equal parts of its batch, in a new process.
+
+    Its step has no optimizer.
+    """
+    torch.manual_seed(0)  # the same model on all ranks
+    step = with_part_of_inputs(replace(target, optimizer=None).load(), parts)
+    if step is None:
+        raise ValueError(f"the batch of {target.name} cannot be cut into {parts} equal parts")
+    return extract(step, extractor)
 
 
 def run_trials(
@@ -110,13 +135,16 @@ class _Taker:
     def __init__(self, trial: Trial, runs: Runs, started: ExitStack) -> None:
         self.runs = runs
         self.step_s = TURN_S
-        replicas = trial.placement.replicas
+        replicas, transport = trial.placement.replicas, trial.transport
         assert replicas is not None, "trials are of replicas"
-        groups = replicas.groups
         try:
-            cores = [[core for name in group for core in cores_of(name)] for group in groups]
-            seats = [Seat(cores=tuple(each)) for each in cores]
-            self._ranks = started.enter_context(LocalRanks(seats, lambda: _trainer(trial)))
+            ranks = LocalRanks(
+                [seat_of(*group) for group in replicas.groups],
+                partial(_trainer, trial),
+                backend=transport.backend,
+                forked=transport.forked,
+            )
+            self._ranks = started.enter_context(ranks)
             [(self.step_s, _), *_] = self._ranks.ask(1)
         except (RankError, OSError, ValueError) as error:
             runs.failure = str(error)
@@ -143,14 +171,16 @@ class RankStep(NamedTuple):
 
 def _trainer(trial: Trial) -> Handler:
     """Return what trains for some steps on this rank, and returns median seconds."""
-    rank = dist.get_rank()
-    step = step_copy(trial.extraction.step)
+    rank, extraction = dist.get_rank(), trial.make()
     plan = run_plan(trial.placement, ranks=dist.get_world_size())
     local = on_own_group(trial.placement, rank, 0, dist.get_world_size())
+    local = replace(local, device_names=as_seen(local.device_names, len(cuda_devices())))
+    devices = [tensor_device(name) for name in local.device_names]
     torch.manual_seed(spread_seed(0, rank))
     occupy(local)
-    placed = apply_extracted(replace(trial.extraction, step=step), local)
-    example: Batch = step.step_inputs, dict(step.keywords)
+    use_first_gpu(local)
+    placed = apply_extracted(extraction, local)
+    example: Batch = extraction.step.step_inputs, dict(extraction.step.keywords)
 
     def optimizer(own: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return optimizer_of(trial.optimizer, own, lr=0.0)
@@ -174,6 +204,8 @@ def _trainer(trial: Trial) -> Handler:
             trained.backward(passes)
             computed = time.perf_counter()
             trained.update()
+            for device in devices:
+                synchronize(device)
             whole_s.append(time.perf_counter() - began)
             pass_s.append(computed - began)
         end_idle_threads()

@@ -136,7 +136,10 @@ def factors_path(devices: Sequence[str]) -> Path:
     """Return the cache file for these devices of this machine."""
     import torch
 
-    key = "\n".join([host(), processor(), torch.__version__, *devices])
+    from envs.hardware.torch_devices import gpu_identities
+
+    own = [host(), processor(), torch.__version__, *devices, *gpu_identities(devices)]
+    key = "\n".join(own)
     return cache_folder() / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

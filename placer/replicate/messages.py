@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Final
 
-from envs.hardware.discover import hosts_of
+from envs.hardware.discover import hosts_of, is_core
 from envs.hardware.units import human_bytes, milliseconds
 from envs.replication import Replication
 from envs.runtime import reduces_in_backward
@@ -54,7 +54,8 @@ def _measured_verdict(plan: ReplicaPlan) -> str:
     best = plan.best
     cores = "1 device" if best.devices_each == 1 else f"{best.devices_each} devices"
     if best.joined and best.replicas == 1:
-        start = f"Nothing to gain: leave the model unplaced, on all cores of {cores}"
+        where = f"all cores of {cores}" if is_core(best.groups[0][0]) else best.groups[0][0]
+        start = f"Nothing to gain: leave the model unplaced, on {where}"
     elif best.joined:
         start = f"Leave the model unplaced: {best.replicas} replicas on {cores} each"
     else:
@@ -82,7 +83,8 @@ def remarks_of(plan: ReplicaPlan) -> list[str]:
 def _runs(plan: ReplicaPlan) -> Iterator[str]:
     """Yield what was run, and what that says about the predictions."""
     if not plan.was_run:
-        yield f"Nothing was run: all times are simulated, {_constants(plan)}."
+        why = f", as {plan.untried}" if plan.untried else ""
+        yield f"Nothing was run{why}: all times are simulated, {_constants(plan)}."
         if plan.requested.average_every > 1:
             yield "Plans that average parameters are not run, as their steps are not alike."
     else:

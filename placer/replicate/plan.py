@@ -42,8 +42,12 @@ from placer.result import Result
 from placer.search.compilation import load_compiled_code_in_a_stage
 from placer.search.request import Budget
 from placer.sources.batches import batch_size
+from placer.sources.target import Target
 
 MOST_REPLICAS: Final = 16
+NO_TARGET: Final = (
+    "ranks on GPUs load the model from a target such as model.py:build, and this one is an object"
+)
 Search: TypeAlias = tuple[int, Block, BusyShares]
 """Parts of the batch, the devices of one replica, and what computes beside them."""
 
@@ -51,9 +55,9 @@ Search: TypeAlias = tuple[int, Block, BusyShares]
 def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
     """Plan replicas of the step of a workload, or of a graph with known costs.
 
-    On cores of this machine the best plans and the unplaced model are run, and the fastest wins.
-    Raises a ValueError where there are fewer devices than replicas, and a PlacementError where no
-    replica fits.
+    On cores and GPUs of this machine the best plans and the unplaced model are run, and the fastest
+    wins; on GPUs if the job names a target, which ranks load. Raises a ValueError where there are
+    fewer devices than replicas, and a PlacementError where no replica fits.
     """
     with searching(job.search):
         return _planned(job, progress or Silent())
@@ -62,20 +66,23 @@ def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
 def _planned(job: Job, progress: Progress) -> ReplicaPlan:
     replication = job.replicas
     assert replication is not None
+    target = job.source if isinstance(job.source, Target) else None
+    job = job.loaded(progress)
     with Interrupt():
         source = StepSource(job, progress)
     if replication.samples is None and source.whole.extraction is not None:
         replication = replace(replication, samples=batch_size(source.whole.extraction.step))
-    can_try = source.runs_on_cores and can_be_tried(source.whole.extraction, replication)
     planner = _Planner(source, job.search, replication, progress)
-    if not can_try:
-        return planner.plan()
+    can_try = source.runs_on_cores or (source.runs_on_gpus and target is not None)
+    if not (can_try and can_be_tried(source.whole.extraction, replication)):
+        untried = NO_TARGET if source.runs_on_gpus and target is None else ""
+        return replace(planner.plan(), untried=untried)
     names = source.whole.cluster.names
     path = factors_path(names)
     planner.factors = FittedFactors.load(path)
     plan = planner.plan(with_unplaced=True)
     steps = {parts: each.extraction for parts, each in source.steps.items()}
-    return with_trials(plan, steps, path, progress)
+    return with_trials(plan, steps, path, progress, target if source.has_cuda else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,10 +324,15 @@ class _Planner:
         return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
 
     def _unplaced(self, problem: Problem) -> Iterator[Split]:
-        """Yield replicas of the unplaced model: as many as wanted, and one on all devices."""
-        count, requested = problem.device_count, self.replication.replicas
+        """Yield replicas of the unplaced model: as many as wanted, and one.
+
+        On cores they are on all of them; on GPUs each has one.
+        """
+        requested = self.replication.replicas
+        alone = self._single_gpus(problem) if self.source.runs_on_gpus else []
+        count = len(alone) or problem.device_count
         for replicas in dict.fromkeys([requested or count, 1]):
-            groups = replica_groups(problem, count // replicas)[0][:replicas]
+            groups = (alone or replica_groups(problem, count // replicas)[0])[:replicas]
             parts = self.replication.parts(replicas)
             if len(groups) < replicas or self.replication.uneven_parts(parts):
                 continue
@@ -337,7 +349,7 @@ class _Planner:
                 config = replace(self.search, budget=Budget(evaluations=1), measure=False)
                 result = optimize_problem(one, config)
                 gradients = self.source.gradients(one.graph)
-                alone, *_ = variants(one, result, gradients)
+                first, *_ = variants(one, result, gradients)
                 idle = Problem.of(GraphArrays.from_graph(graph), joined[0])
                 one_ns = ReplicaSimulator(idle, gradients).step(result.placement).step_ns
                 networks = slot_networks(problem, [group[:1] for group in groups], self.collectives)
@@ -350,8 +362,8 @@ class _Planner:
                 is_baseline=requested not in (None, replicas),
                 training=self._training,
                 result=result,
-                alone=alone.step,
-                step=replicated(alone.step, networks, self.replication),
+                alone=first.step,
+                step=replicated(first.step, networks, self.replication),
             )
             factors = self.factors.of(split.kind, one.graph.hash)
             assert split.step is not None, "it was just simulated"
@@ -359,6 +371,12 @@ class _Planner:
             one_s = factors.compute * one_ns / 1e9
             samples = self.replication.step_samples(1)
             yield replace(split, factors=factors, one_samples_per_s=samples / one_s)
+
+    @staticmethod
+    def _single_gpus(problem: Problem) -> list[Block]:
+        """Return the GPUs that are alike, most first, each as a group of its own."""
+        classes, names = replica_groups(problem, 1), problem.cluster.names
+        return next(alike for alike in classes if names[alike[0][0]].startswith("cuda:"))
 
     @property
     def _training(self) -> str:

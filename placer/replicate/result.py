@@ -152,6 +152,7 @@ class ReplicaPlan:
     cost_source: Mapping[str, str] = field(default_factory=dict)
     collectives: MeasuredAllReduce | None = None  # if measured; else those of the links
     uncalibrated: str = ""  # why they could not be measured, if that was tried
+    untried: str = ""  # why no split was run although all devices are here, if there is a reason
     is_busy: bool = False  # whether other processes used the cores when splits were run
 
     @property

@@ -42,11 +42,28 @@ class StepSource:
         return {} if self.whole.runtime is None else self.whole.runtime.gradient_makers()
 
     @property
+    def may_run(self) -> bool:
+        """Return whether replicas may be run: they train, and all devices are here."""
+        return bool(self.job.search.measure) and self.trains and self.whole.can_run_placed
+
+    @property
     def runs_on_cores(self) -> bool:
-        """Return whether replicas train on several core sets of this machine and may be run."""
+        """Return whether replicas may be run on several core sets of this machine."""
         names = self.whole.cluster.names
-        may_run = bool(self.job.search.measure) and self.trains and self.whole.can_run_placed
-        return may_run and len(names) > 1 and all(map(is_core, names))
+        return self.may_run and len(names) > 1 and all(map(is_core, names))
+
+    @property
+    def runs_on_gpus(self) -> bool:
+        """Return whether replicas may be run on GPUs of this machine, and maybe its CPU."""
+        names = {name.partition(":")[0] for name in self.whole.cluster.names}
+        return self.may_run and "cuda" in names <= {"cuda", "cpu"}
+
+    @property
+    def has_cuda(self) -> bool:
+        """Return whether there are GPUs: then forks of this process cannot use autograd."""
+        import torch
+
+        return torch.cuda.is_available()
 
     def gradients(self, graph: GraphArrays) -> Gradients:
         """Return the gradients of the step, none without training."""
@@ -76,10 +93,9 @@ class StepSource:
 
     def _gpus(self) -> tuple[str, ...]:
         """Return the GPUs if replicas train on GPUs of one kind of this machine."""
-        whole = self.whole
-        if not (self.job.search.measure and self.trains and whole.can_run_placed):
+        if not self.may_run:
             return ()
-        gpus = [device for device in whole.cluster.devices if device.name.startswith("cuda:")]
+        gpus = [each for each in self.whole.cluster.devices if each.name.startswith("cuda:")]
         return tuple(gpu.name for gpu in gpus) if len({gpu.kind for gpu in gpus}) == 1 else ()
 
     def graph(self, parts: int) -> nx.DiGraph[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from envs.hardware.discover import available_memory_bytes, cores_in_use
+from envs.hardware.discover import available_memory_bytes, cores_in_use, is_core
 from envs.measurement import Measurement, tied
 from envs.replication import Replication
 from envs.runtime import runtime_for
@@ -23,11 +25,19 @@ from placer.replicate.result import ReplicaPlan, Split
 if TYPE_CHECKING:
     from graphs.extract import Extraction
     from placer.parallel.trials import Runs
+    from placer.sources.target import Target
 
 MOST_PLACED: Final = 3
 """Number of placed splits to run, besides the unplaced ones."""
 MEMORY_SHARE: Final = 0.8
-"""Share of the free memory that all ranks may take together, since all are started at once."""
+"""Share of the host's free memory that all ranks may take together, as all are started at once."""
+RANK_BYTES: Final = 1 << 30
+"""Memory of a rank on a GPU besides its tensors, there and of the host: CUDA, libraries, NCCL.
+
+It is a guess.
+"""
+NO_ROOM: Final = "its ranks do not fit into memory beside those of the other plans"
+HOST: Final = "cpu"
 
 
 def can_be_tried(extraction: Extraction | None, replication: Replication) -> bool:
@@ -42,27 +52,42 @@ def with_trials(
     extractions: Mapping[int, Extraction | None],
     path: Path,
     progress: Progress,
+    target: Target | None = None,
 ) -> ReplicaPlan:
     """Run the best splits of a plan, and return it with the fastest as its best.
 
     What is learned about the predictions is added to the factors in the file ``path``, unless other
-    processes used the cores. ``extractions`` are those of a replica, by parts of the batch.
+    processes used the cores. ``extractions`` are those of a replica, by parts of the batch. Ranks
+    load the ``target``, or without one they are forks of this process.
     """
-    from placer.parallel.collectives import contended
-    from placer.parallel.trials import Trial, run_trials
+    from placer.parallel.collectives import contended, transport_of
+    from placer.parallel.trials import Runs, Trial, copied, loaded, run_trials
 
-    def held_bytes(split: Split) -> int:
-        return ranks_bytes(split, extractions[plan.requested.parts(split.replicas)])
+    def held_bytes(split: Split) -> Mapping[str, int]:
+        if all(map(is_core, plan.problem.cluster.names)):
+            return {HOST: ranks_bytes(split, extractions[plan.requested.parts(split.replicas)])}
+        return gpu_ranks_bytes(split)
 
-    chosen = worth_trying(plan, available_memory_bytes() * MEMORY_SHARE, held_bytes)
+    chosen, no_room = worth_trying(plan, free_memory_bytes(plan), held_bytes)
     parts = [plan.requested.parts(split.replicas) for split in chosen]
-    steps = {each: _without_optimizer(extractions[each]) for each in parts}
-    trials = []
+    make: dict[int, Callable[[], Extraction]] = {}
+    for each in set(parts):
+        extraction = extractions[each]
+        assert extraction is not None, "what is tried has a model"
+        if target is not None:
+            make[each] = partial(loaded, target, each, extraction.extractor)
+        else:
+            make[each] = partial(copied, _without_optimizer(extraction))
+    trials, transport = [], transport_of(plan.problem.cluster.names)
     for split, number in zip(chosen, parts, strict=True):
         assert split.result is not None, "what is tried has a placement"
-        placement = replace(split.result.placement, replicas=plan.replication_of(split))
-        step = steps[number]
-        trials.append(Trial(extraction=step, placement=placement, optimizer=plan.optimizer))
+        trial = Trial(
+            make=make[number],
+            placement=replace(split.result.placement, replicas=plan.replication_of(split)),
+            optimizer=plan.optimizer,
+            transport=replace(transport, forked=target is None),
+        )
+        trials.append(trial)
     progress.stage("Running the best for real")
     cores = cores_in_use(plan.problem.cluster.names)
     with Interrupt():
@@ -74,29 +99,63 @@ def with_trials(
         for split, own in zip(chosen, runs, strict=True):
             factors = with_factors(factors, split, own)
         factors.save(path)
-    measured = {id(split): _measured(own) for split, own in zip(chosen, runs, strict=True)}
+    runs += [Runs(failure=NO_ROOM) for _ in no_room]
+    measured = {
+        id(split): _measured(own) for split, own in zip([*chosen, *no_room], runs, strict=True)
+    }
     splits = [replace(each, measurement=measured.get(id(each))) for each in plan.splits]
     return replace(plan, splits=ranked(splits), is_busy=is_busy)
 
 
 def worth_trying(
-    plan: ReplicaPlan, memory_bytes: float, held_bytes: Callable[[Split], int]
-) -> list[Split]:
+    plan: ReplicaPlan,
+    memory_bytes: Mapping[str, float],
+    held_bytes: Callable[[Split], Mapping[str, int]],
+) -> tuple[list[Split], list[Split]]:
     """Return the splits to run: the fastest placed ones by prediction, and the unplaced ones.
 
-    Those that do not fit into the memory together are left out, the slowest placed ones first;
-    ``held_bytes`` is what all ranks of a split take.
+    Those that do not fit into the memory together are left out, the slowest placed ones first, and
+    returned as well. ``held_bytes`` is what all ranks of a split take of each device's memory.
     """
     feasible = [split for split in plan.splits if split.step is not None]
     placed = sorted((s for s in feasible if not s.joined), key=lambda s: -s.samples_per_s)
     best = [split for split in placed if split is plan.best]
     others = [split for split in placed if split is not plan.best][: MOST_PLACED - 1]
-    chosen, left_bytes = [], memory_bytes
+    chosen, no_room, left_bytes = [], [], dict(memory_bytes)
     for split in [*best, *(s for s in feasible if s.joined), *others]:
-        if (size := held_bytes(split)) <= left_bytes:
-            chosen.append(split)
-            left_bytes -= size
-    return chosen
+        held = held_bytes(split)
+        if any(size > left_bytes[name] for name, size in held.items()):
+            no_room.append(split)
+            continue
+        chosen.append(split)
+        for name, size in held.items():
+            left_bytes[name] -= size
+    return chosen, no_room
+
+
+def free_memory_bytes(plan: ReplicaPlan) -> dict[str, float]:
+    """Return the memory that ranks may take of the host and of each GPU of a plan."""
+    from envs.hardware.torch_devices import free_bytes, release, torch_device
+
+    free: dict[str, float] = {HOST: available_memory_bytes() * MEMORY_SHARE}
+    for name in plan.problem.cluster.names:
+        if name.startswith("cuda:"):
+            device = torch_device(name)
+            release(device)  # what this process keeps is not free for others
+            free[name] = free_bytes(device) or 0
+    return free
+
+
+def gpu_ranks_bytes(split: Split) -> dict[str, int]:
+    """Return the predicted memory of all ranks of a split on GPUs, of each and of the host."""
+    assert split.result is not None, "it is feasible"
+    peaks_bytes = split.result.best.peak_memory_bytes
+    held = Counter({HOST: split.replicas * RANK_BYTES})
+    for group in split.groups:
+        for planned, name in zip(split.groups[0], group, strict=True):
+            own_bytes = RANK_BYTES if name.startswith("cuda:") else 0
+            held[name] += peaks_bytes.get(planned, 0) + own_bytes
+    return dict(held)
 
 
 def ranks_bytes(split: Split, extraction: Extraction | None) -> int:
@@ -114,9 +173,8 @@ def ranks_bytes(split: Split, extraction: Extraction | None) -> int:
     return split.replicas * sum(peaks.values())
 
 
-def _without_optimizer(extraction: Extraction | None) -> Extraction:
+def _without_optimizer(extraction: Extraction) -> Extraction:
     """Return the step that ranks run: they update after it, when gradients are reduced."""
-    assert extraction is not None, "what is tried has a model"
     if extraction.step.optimizer is None:
         return extraction
     from graphs.extract import extract

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from envs.hardware.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.replication import Replication
 from graphs.extract import Workload
 from graphs.graph import add_edge, add_op, new_graph
@@ -59,6 +59,16 @@ def rated(count: int) -> Cluster:
         for device in cluster.devices
     )
     return replace(cluster, devices=tuple(devices))
+
+
+def with_rates(cluster: Cluster) -> Cluster:
+    """Return a cluster of this machine with rates, memory and a link between all devices."""
+    devices = tuple(
+        replace(d, memory_bytes=10**9, peak_flop_per_s=1e10, bandwidth_bytes_per_s=1e10)
+        for d in cluster.devices
+    )
+    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    return replace(cluster, devices=devices, links=(link,))
 
 
 def training() -> Workload:

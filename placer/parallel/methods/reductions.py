@@ -77,7 +77,8 @@ class Hierarchical(GroupReduction):
 
     With more levels the middle part is done recursively (BlueConnect, Cho et al., MLSys 2019).
     Ranks of a node must be consecutive. A bucket's first reduce-scatter overlaps with the backward
-    pass.
+    pass. Between ranks that share GPUs, where gloo reduces, there is one all-reduce: whether
+    gloo scatters sums of tensors on GPUs was not tried.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Hierarchical(GroupReduction):
             )
         members, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         self._groups: list[dist.ProcessGroup] = []
+        self._has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         inside = 1
         for size in self.levels:
             first = me - me // inside % size * inside
@@ -108,7 +110,7 @@ class Hierarchical(GroupReduction):
     def start(self, bucket: Bucket) -> Pending:
         """Start the innermost part; the other levels run in ``wait``."""
         flat = bucket.buffer().div_(self.ranks)
-        if len(self._groups) < 2:
+        if len(self._groups) < 2 or (flat.is_cuda and not self._has_nccl):
             return begun(dist.all_reduce(flat, group=self.group, async_op=True))
         inner, *outer = self._groups
         padded = _padded(flat, inner)

@@ -163,12 +163,12 @@ def answers_unless_second() -> Callable[[Any], Any]:
     return answer
 
 
-def test_ranks_may_be_new_processes_that_see_one_gpu_each() -> None:
-    seats = [replace(SEAT, gpu="GPU-a"), replace(SEAT, gpu="GPU-b")]
+def test_ranks_may_be_new_processes_that_see_their_own_gpus() -> None:
+    seats = [replace(SEAT, gpus=("GPU-a",)), replace(SEAT, gpus=("GPU-b", "GPU-c"))]
     with LocalRanks(seats, answers_who, forked=False) as ranks:
         first, second = ranks.ask(None)
     assert [(each[0], *each[2:]) for each in (first, second)] == [
-        ("GPU-a", 1, CORE), ("GPU-b", 1, CORE),
+        ("GPU-a", 1, CORE), ("GPU-b,GPU-c", 1, CORE),
     ]  # fmt: skip
     assert len({first[1], second[1], os.getpid()}) == 3
     assert all_end([first[1], second[1]])
@@ -277,10 +277,20 @@ def test_all_reduces_of_gpus_are_kept_for_these_gpus_and_settings_of_nccl(
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
         known_collectives(["cuda:0", "cuda:1"])
     assert [transport for transport, _ in used] == [NCCL] * 3
-    assert [[seat.gpu for seat in seats] for _, seats in used] == [
-        ["GPU-fake 0", "GPU-fake 1"], ["GPU-fake 0", "GPU-fake 2"], ["GPU-fake 0", "GPU-fake 1"],
-    ]  # fmt: skip
+    assert [[seat.gpus for seat in seats] for _, seats in used] == [
+        [("GPU-fake 0",), ("GPU-fake 1",)],
+        [("GPU-fake 0",), ("GPU-fake 2",)],
+        [("GPU-fake 0",), ("GPU-fake 1",)],
+    ]
     assert len(list(tmp_path.glob("collectives-*.json"))) == 3
+
+
+def test_a_rank_with_several_gpus_sees_them_in_their_order() -> None:
+    with fake_cuda(3):
+        assert seat_of("cuda:2", "cpu", "cuda:0") == Seat(gpus=("GPU-fake 0", "GPU-fake 2"))
+        assert seat_of("cpu") == Seat()
+    name = f"core:{CORE[0]}"
+    assert seat_of(name, name) == Seat(cores=(*CORE, *CORE))
 
 
 def sizes_reduced(_: object) -> tuple[int, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,11 +21,15 @@ from envs.replication import Replication
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.parallel.data import Batch
-from placer.parallel.trials import Trial, run_trials, under_ddp
+from placer.parallel.trials import Trial, copied, run_trials, under_ddp
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.ranks import on_ranks
 
 CORE = f"core:{physical_cores()[0]}"
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
 def trial(
@@ -36,8 +41,9 @@ def trial(
     model: nn.Module | None = None,
 ) -> Trial:
     """Return one replica on one core."""
-    model = model or nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    extraction = extract(Workload.of(model, (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss))
+    extraction = extract(
+        Workload.of(model or plain(), (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss)
+    )
     graph = GraphArrays.from_graph(extraction.graph)
     devices = np.zeros(len(graph), np.int32)
     placement = Placement.of(graph, present([CORE]), devices, -np.arange(float(len(graph))))
@@ -45,16 +51,16 @@ def trial(
         groups=((CORE,),), accumulate=accumulate, payload=payload, unplaced=unplaced
     )
     placement = replace(placement, replicas=replicas)
-    return Trial(extraction=extraction, placement=placement, optimizer=optimizer)
+    return Trial(make=partial(copied, extraction), placement=placement, optimizer=optimizer)
 
 
 def taken_turns() -> list[tuple[int, bool, str]]:
+    model = plain()
     trials = [
-        trial(),
+        trial(model=model),
         trial(unplaced=True, optimizer="adam"),
         trial(accumulate=2, payload="1-bit", optimizer="momentum"),
     ]
-    model = trials[0].extraction.step.model
     before = [tensor.clone() for tensor in model.state_dict().values()]
     runs = run_trials(trials, rounds=3, turn_s=0.01)
     for tensor, was in zip(model.state_dict().values(), before, strict=True):

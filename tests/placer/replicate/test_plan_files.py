@@ -108,7 +108,7 @@ def test_reductions_between_gpus_of_this_machine_take_the_times_of_nccl(
     with fake_cuda(2):
         plan = planned(training(), gpus(), Replication(replicas=2))
         assert planned(training(), gpus(), Replication(replicas=2)).reduces_as_measured
-    assert [[seat.gpu for seat in each] for each in seats] == [["GPU-fake 0", "GPU-fake 1"]]
+    assert [[seat.gpus for seat in each] for each in seats] == [[("GPU-fake 0",), ("GPU-fake 1",)]]
     assert plan.best.step is not None
     assert {reduction.seconds for _, reduction in plan.best.step.reductions} == {0.5}
     assert any("by times of nccl" in remark for remark in remarks_of(plan))

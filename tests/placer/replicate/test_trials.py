@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from envs.executors.cores.memory import WORKER_BYTES
-from envs.hardware.cluster import Cluster, Link
+from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
 from envs.hardware.units import milliseconds
 from envs.measurement import Measurement
@@ -32,6 +31,7 @@ from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, Split, training_of
 from placer.replicate.trials import (
+    HOST,
     can_be_tried,
     ranked,
     ranks_bytes,
@@ -41,7 +41,7 @@ from placer.replicate.trials import (
 from placer.report.replicas import plan_to_dict
 from tests.helpers.clusters import nodes
 from tests.helpers.ranks import on_ranks
-from tests.helpers.replica_plans import SEARCH, layers, planned, training
+from tests.helpers.replica_plans import SEARCH, layers, planned, training, with_rates
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -147,12 +147,16 @@ def test_the_fastest_placed_splits_and_all_unplaced_ones_are_run_as_memory_allow
     unplaced = replace(found.best, joined=1)
     plan = replace(found, splits=(*found.splits, unplaced))
     by_time = sorted(found.splits, key=lambda each: -each.samples_per_s)
-    held_bytes = partial(ranks_bytes, extraction=None)
-    assert names(worth_trying(plan, 1e15, held_bytes)) == [
-        "4 x 1", "4 x 1 unplaced", *names(by_time[1:3])
-    ]  # fmt: skip
-    assert names(worth_trying(plan, held_bytes(found.best), held_bytes)) == ["4 x 1"]
-    assert not worth_trying(plan, 1.0, held_bytes)
+    wanted = ["4 x 1", "4 x 1 unplaced", *names(by_time[1:3])]
+
+    def chosen(memory_bytes: float) -> tuple[list[str], list[str]]:
+        held_bytes = {id(each): {HOST: ranks_bytes(each, None)} for each in plan.splits}
+        found = worth_trying(plan, {HOST: memory_bytes}, lambda each: held_bytes[id(each)])
+        return names(found[0]), names(found[1])
+
+    assert chosen(1e15) == (wanted, [])
+    assert chosen(ranks_bytes(found.best, None)) == (wanted[:1], wanted[1:])
+    assert chosen(1.0) == ([], wanted)
 
 
 @pytest.mark.parametrize(
@@ -289,13 +293,7 @@ def test_a_plan_that_was_not_run_says_what_is_assumed() -> None:
 
 
 def cores_cluster() -> Cluster:
-    cluster = present([f"core:{core}" for core in CORES])
-    devices = tuple(
-        replace(d, memory_bytes=10**9, peak_flop_per_s=1e10, bandwidth_bytes_per_s=1e10)
-        for d in cluster.devices
-    )
-    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
-    return replace(cluster, devices=devices, links=(link,))
+    return with_rates(present([f"core:{core}" for core in CORES]))
 
 
 @two_cores

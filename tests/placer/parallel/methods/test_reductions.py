@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from placer.parallel.buckets import Bucket, filled_buckets
 from placer.parallel.grad_sync import GradSync
+from placer.parallel.methods import reductions
 from placer.parallel.methods.onebit import OneBit
 from placer.parallel.methods.reductions import (
     AllReduce,
@@ -87,10 +88,33 @@ def results(ranks: int) -> list[dict[str, Any]]:
             "powersgd under ddp": (train_by_powersgd, True),
         },
         3: {"bits": (one_bit_steps, BIT_STEPS)},
+        4: {"fake gpu": (scattered_on_a_fake_gpu,)},
         8: {"levels": (levels_of_groups,)},
     }
     found: list[dict[str, Any]] = on_ranks(ranks, each, made | further.get(ranks, {}))
     return found
+
+
+def scattered_on_a_fake_gpu() -> int:
+    """Return the number of reduce-scatters of a bucket there; its values are not those of gloo."""
+    from tests.fake_cuda import fake_cuda
+
+    scattered: list[Tensor] = []
+    scatter = reductions.reduce_scatter
+
+    def counted(part: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+        scattered.append(flat)
+        return scatter(part, flat, group)
+
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reductions, "reduce_scatter", counted)
+        bucket = bucket_of([gradient.to("cuda:0") for gradient in gradients_of(dist.get_rank())])
+        Hierarchical(levels=(2, 2)).start(bucket).wait()
+        return len(scattered)
+
+
+def test_gloo_reduces_tensors_of_gpus_that_are_shared_in_one_level() -> None:
+    assert [of_rank["fake gpu"] for of_rank in results(4)] == [0] * 4
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
