@@ -81,8 +81,8 @@ class HostMemory:
 class Transport:
     """The ends of all edges of one device.
 
-    Made in three parts, since GPUs open each other's memory: :meth:`shared` in all processes, then
-    :meth:`open`.
+    Once made, :meth:`shared` and then :meth:`open` are called in all processes, since GPUs open
+    each other's memory.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Transport:
             )
         if self.device.type != "cuda":
             place.copy_(value)
-            self._memory.seen[edge] = self.step
+            self._memory.seen[edge] = self.step  # x86 lets no other process see it before the copy
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):

@@ -78,7 +78,14 @@ def assert_trains_alike(step: Workload, placed: PlacedStep, tolerance: float = 1
     assert_close(on_cpu(found), on_cpu(state), tolerance)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param("one GPU, CPU", marks=pytest.mark.slow),
+        pytest.param("two GPUs", marks=pytest.mark.slow),
+        "three GPUs, CPU",
+    ],
+)
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(TRAINED)))
 def test_random_placements_train_as_torch_does(seed: int, name: str, machine: str) -> None:
     step = with_optimizer(made(name), "sgd", learning_rate=0.01)
@@ -141,6 +148,7 @@ def test_values_that_go_there_and_back_have_whole_gradients(seed: int) -> None:
         assert_trains_alike(step, workers)
 
 
+@pytest.mark.slow  # as of every wait in one process
 @pytest.mark.parametrize("lacks", sorted(OWNERS))
 def test_each_wait_of_the_copies_is_needed(lacks: str) -> None:
     """Without it the result is wrong for some order of streams, or a flag is never seen."""
