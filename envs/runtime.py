@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from envs.costs.calibrate import Calibration
     from envs.costs.factors import Factors
     from envs.executors.cores.placed_model import PlacedModel
+    from envs.executors.device_workers.placed_step import PlacedStep
     from envs.executors.hooks.hooked_module import HookedModule
     from envs.executors.torch.placed_module import PlacedModule
     from envs.executors.unplaced import UnplacedModel
@@ -126,7 +127,7 @@ class Runtime(Protocol):
 
     def apply(
         self, placement: Placement
-    ) -> PlacedModel | PlacedModule | HookedModule | UnplacedModel:
+    ) -> PlacedModel | PlacedModule | PlacedStep | HookedModule | UnplacedModel:
         """Return the model, ready to run as placed."""
         ...
 

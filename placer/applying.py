@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.device_workers.placed_step import PlacedStep
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
+from envs.hardware.host import Host
 from envs.placement import Placement
 from envs.runtime import runtime_for
 from graphs.extract import AUTO, Extraction, Workload, extract
@@ -49,7 +51,10 @@ def apply(
     ``placed.step(batch)`` as well, and ``placed.eval()(*inputs)`` returns what the model returns in
     eval mode. For a placement of a module graph it is a
     :class:`envs.executors.hooks.hooked_module.HookedModule`, which runs the model's own code on any
-    inputs. Where the result is to leave the model unplaced, it is a
+    inputs. For a result on a cluster with a ``[[host]]`` for each device it is a
+    :class:`envs.executors.device_workers.placed_step.PlacedStep`, whose processes, one per device,
+    run ``placed.step(batch)``; a placement file does not name hosts, so it runs in this process.
+    Where the result is to leave the model unplaced, it is a
     :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
 
     Args:
@@ -76,6 +81,9 @@ def apply(
     """
     own = _placement_of(placement)
     check_can_run(own)
+    hosts: tuple[Host, ...] = ()
+    if isinstance(placement, Result) and not own.unplaced:
+        hosts = placement.problem.cluster.hosts
     if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
@@ -85,7 +93,7 @@ def apply(
         extraction = _extracted(
             model, example_inputs, loss, target, training, optimizer, dtype, extractor
         )
-    return apply_extracted(extraction, own, overlap=overlap)
+    return _applied(extraction, own, hosts, overlap=overlap)
 
 
 def check_can_run(placement: Placement) -> Cluster:
@@ -104,9 +112,20 @@ def check_can_run(placement: Placement) -> Cluster:
 def apply_extracted(
     extraction: Extraction, placement: Placement, *, overlap: bool = False
 ) -> PlacedModel | PlacedModule | HookedModule | UnplacedModel:
-    """Return the model of an extraction, ready to run as placed."""
+    """Return the model of an extraction, ready to run as placed; torch devices in this process."""
+    placed = _applied(extraction, placement, (), overlap=overlap)
+    assert not isinstance(placed, PlacedStep)
+    return placed
+
+
+def _applied(
+    extraction: Extraction, placement: Placement, hosts: Sequence[Host], *, overlap: bool
+) -> PlacedModel | PlacedModule | PlacedStep | HookedModule | UnplacedModel:
+    """Return the model of an extraction, whose ops the threads of some hosts issue."""
     cluster = check_can_run(placement)
     check_has_memory(extraction.step)
+    of_devices = (host.among({*cluster.names}) for host in hosts)
+    cluster = replace(cluster, hosts=tuple(filter(None, of_devices)))
     return runtime_for(extraction, cluster, overlap=overlap).apply(placement)
 
 

@@ -130,7 +130,7 @@ class TorchExecutor:
 
     def load(self, placement: Placement) -> _PlacedStep | Failure:
         """Return the step as placed, unless it exceeds the memory of the host."""
-        excess = self._host_excess(placement)
+        excess = self.host_excess(placement)
         return Failure(reason=excess, overfull=True) if excess else _PlacedStep(self, placement)
 
     def close(self) -> None:
@@ -138,6 +138,10 @@ class TorchExecutor:
         self._drop("")
         with suppress(RuntimeError) if self._lost else nullcontext():
             self._open.close()
+
+    def clear(self) -> None:
+        """Free what the last run left on the devices."""
+        self._drop("")
 
     def run(self, placement: Placement) -> TimedStep | Failure:
         """Run a few steps as placed.
@@ -179,7 +183,7 @@ class TorchExecutor:
             reserved_memory_bytes=reserved,
         )
 
-    def _host_excess(self, placement: Placement) -> str:
+    def host_excess(self, placement: Placement) -> str:
         """Return why devices whose allocators enforce no limit (all but CUDA) have no room."""
         if (self._host_limit_bytes == UNLIMITED).all():
             return ""
@@ -197,7 +201,7 @@ class TorchExecutor:
         for device in self._devices:
             torch_devices.reset_peak(device)
         module = self._module_of(placement)
-        before_s, step_s = np.inf, self._step(module)
+        first_s = self._step(module)
         spoils = self._restore_spoilt()
 
         def next_step() -> float:
@@ -206,12 +210,7 @@ class TorchExecutor:
                 self._restore_spoilt()
             return seconds
 
-        for _ in range(MOST_WARM_UP):
-            if abs(step_s / before_s - 1) <= AGREEMENT:
-                break
-            before_s, step_s = step_s, next_step()
-        count = min(max(round(TURN_S / step_s), 1), MOST_STEPS)
-        return float(np.median([step_s, *(next_step() for _ in range(count - 1))]))
+        return steady_step_s(first_s, next_step)
 
     def _step(self, module: _Running) -> float:
         step = self._extraction.step
@@ -335,6 +334,17 @@ def placed_module(
     if isinstance(calls, ModuleMap):
         return HookedModule(extraction, where)
     return PlacedModule(extraction, where, calls.launch_order(priority), overlap=overlap)
+
+
+def steady_step_s(first_s: float, next_step: Callable[[], float]) -> float:
+    """Run steps until two in a row agree, then a turn of them; return the median of the turn."""
+    before_s, step_s = np.inf, first_s
+    for _ in range(MOST_WARM_UP):
+        if abs(step_s / before_s - 1) <= AGREEMENT:
+            break
+        before_s, step_s = step_s, next_step()
+    count = min(max(round(TURN_S / step_s), 1), MOST_STEPS)
+    return float(np.median([step_s, *(next_step() for _ in range(count - 1))]))
 
 
 def _has_finite_sum(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from envs.costs.cached_costs import StepCosts, first_of_kinds
 from envs.costs.calls import call_costs
 from envs.costs.factors import Factors
 from envs.costs.modules import torch_module_costs
+from envs.executors.device_workers.placed_step import PlacedStep
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.unplaced import UnplacedModel
@@ -22,11 +23,12 @@ from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import present
 from envs.hardware.host import is_synchronous
 from envs.hardware.torch_devices import torch_device
-from envs.measured import Measured
+from envs.measured import Executor, Measured
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule, issue_order, run_order
 from envs.torch_runtime.executor import TorchExecutor, placed_module
+from envs.torch_runtime.worker_executor import WorkerExecutor, placed_step
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph, gradient_makers, placeable
 from graphs.graph import GraphArrays
@@ -56,6 +58,9 @@ class TorchRuntime:
                 "a placed graph of modules runs the model's own code, which waits for each tensor "
                 "that its hooks send: leave overlap out, it is for models that can be exported"
             )
+        self.has_workers = one_process_each(cluster)
+        if self.has_workers:
+            _check_workers(extraction, self.call_graph)
         self.graph = self.calls.graph
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
@@ -89,7 +94,8 @@ class TorchRuntime:
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 
-        Its hosts overlap copies if this runtime does, and autograd issues their backward pass. The
+        Its hosts overlap copies if this runtime does, and autograd issues their backward pass;
+        processes of their own for the devices always overlap them. The
         context of a CUDA device is not reserved: it is already allocated when free memory is
         queried.
         """
@@ -97,7 +103,8 @@ class TorchRuntime:
             replace(device, memory_bytes=_without_reserve_bytes(device))
             for device in cluster.devices
         )
-        hosts = tuple(replace(host, overlap=self.overlap, autograd=True) for host in cluster.hosts)
+        overlap = self.overlap or self.has_workers
+        hosts = tuple(replace(host, overlap=overlap, autograd=True) for host in cluster.hosts)
         return replace(cluster, devices=devices, hosts=hosts)
 
     def gradient_makers(self) -> Mapping[str, Sequence[str]]:
@@ -114,15 +121,22 @@ class TorchRuntime:
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
     ) -> Measured:
-        """Return a backend that runs a placed or hooked module in this process."""
-        executor = TorchExecutor(
-            self.extraction,
-            self.calls,
-            problem,
-            limits=self.limits,
-            timeout_s=600.0 + 300.0 * max(predicted_s, default=0.0),
-            overlap=self.overlap,
-        )
+        """Return a backend that runs a placed or hooked module in this process, or workers."""
+        timeout_s = 600.0 + 300.0 * max(predicted_s, default=0.0)
+        executor: Executor
+        if self.has_workers and self.call_graph is not None:
+            executor = WorkerExecutor(
+                self.extraction, self.call_graph, problem, limits=self.limits, timeout_s=timeout_s
+            )
+        else:
+            executor = TorchExecutor(
+                self.extraction,
+                self.calls,
+                problem,
+                limits=self.limits,
+                timeout_s=timeout_s,
+                overlap=self.overlap,
+            )
         return Measured(executor, rounds=rounds or DEFAULT_ROUNDS)
 
     def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
@@ -141,15 +155,43 @@ class TorchRuntime:
             return [problem]
         return [Problem.of(GraphArrays.from_graph(costs.added_to(graph)), problem.cluster)]
 
-    def apply(self, placement: Placement) -> PlacedModule | HookedModule | UnplacedModel:
-        """Return the placed module, one whose own code runs between hooks, or the model itself."""
+    def apply(
+        self, placement: Placement
+    ) -> PlacedModule | PlacedStep | HookedModule | UnplacedModel:
+        """Return the placed module, one whose own code runs between hooks, or the model itself.
+
+        Where each device has a process of its own, return the placed step.
+        """
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
         devices = [torch_device(cluster.names[d]) for d in fitting.devices]
         if placement.leaves_unplaced:
             return UnplacedModel(self.extraction, device=devices[0])
+        if self.has_workers and self.call_graph is not None:
+            return placed_step(self.extraction, self.call_graph, devices, fitting.priority)
         return placed_module(
             self.extraction, self.calls, devices, fitting.priority, overlap=self.overlap
+        )
+
+
+def one_process_each(cluster: Cluster) -> bool:
+    """Return whether a cluster with GPUs has a host, that is a thread, for each of its devices."""
+    alone = {name for host in cluster.hosts if len(host.devices) == 1 for name in host.devices}
+    has_gpu = any(name.startswith("cuda") for name in cluster.names)
+    return has_gpu and len(cluster) > 1 and alone == {*cluster.names}
+
+
+def _check_workers(extraction: Extraction, calls: CallGraph | None) -> None:
+    """Raise ValueError for a step that processes of their own for the devices cannot run."""
+    advice = "let one [[host]] of the cluster name all devices"
+    if calls is None:
+        raise ValueError(
+            f"a graph of modules runs in one process, not in one for each device: {advice}"
+        )
+    if extraction.step.training and extraction.step.optimizer is None:
+        raise ValueError(
+            "each device has a process of its own, which keeps its parameters and must update "
+            f"them: give the step an optimizer, or {advice}"
         )
 
 

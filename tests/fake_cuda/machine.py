@@ -56,6 +56,7 @@ class Machine:
         self.transfers = TRANSFERS
         self.transfers.clear()
         self._pinned: dict[int, torch.UntypedStorage] = {}  # held: their addresses stay theirs
+        self.locked: list[range] = []  # addresses of memory that is page-locked as a whole
         self._copier = Copier(
             self.stream_of, self.is_pinned, lambda *row: self.transfers.append(row)
         )
@@ -194,7 +195,8 @@ class Machine:
     def is_pinned(self, tensor: Tensor) -> bool:
         if isinstance(tensor, CudaTensor):
             return False
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        address = tensor.untyped_storage().data_ptr()
+        return address in self._pinned or any(address in part for part in self.locked)
 
 
 @contextmanager

@@ -82,8 +82,9 @@ class CudaTensor(Tensor):
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory from being reused before a stream has done its work so far."""
-        assert self.place.block is not None
-        self.place.block.record(stream)
+        assert self.place.device is not None
+        if self.place.block is not None:  # not memory of another process
+            self.place.block.record(stream)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # nothing may wait here
         return f"<{tuple(self.shape)} of {self.dtype} on {self.device}>"

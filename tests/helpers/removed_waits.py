@@ -51,12 +51,15 @@ class Site:
 
 
 def sites() -> list[Site]:
-    """Return all sites of the product's code that runs placements, in the order of the source."""
+    """Return all sites of the product's code that runs placements, in the order of the source.
+
+    Those that worker processes run have a test of their own.
+    """
     found = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text()
-            if any(mark in text for mark in MARKS):
+            if "device_workers" not in path.parts and any(mark in text for mark in MARKS):
                 name = str(path.relative_to(ROOT))
                 found += [_site(name, node) for node in ast.walk(ast.parse(text)) if _counts(node)]
     return sorted(found, key=lambda site: (site.path, site.line, site.column))

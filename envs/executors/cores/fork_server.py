@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn
 
@@ -36,6 +37,7 @@ MALLOC: Final = {
     # the heap grows from step to step.
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
 }
+CORE_WORKER: Final = "envs.executors.cores.worker"
 MOST_FDS: Final = 253
 """Descriptors that one message may carry, SCM_MAX_FD of Linux."""
 MESSAGE_BYTES: Final = 1 << 16
@@ -112,13 +114,19 @@ class ForkServer:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(
-        self, cores: Sequence[int], pipe: int, errors: int, shared: Sequence[int], timeout_s: float
+        self,
+        cores: Sequence[int],
+        pipe: int,
+        errors: int,
+        shared: Sequence[int],
+        timeout_s: float,
+        module: str,
     ) -> ForkedProcess:
         """Fork a worker; see :func:`fork_worker`."""
         with self._lock:
             try:
                 self._socket.settimeout(timeout_s)
-                _send(self._socket, tuple(cores), [pipe, errors, *shared])
+                _send(self._socket, (module, *cores), [pipe, errors, *shared])
                 while True:
                     message, received = _receive(self._socket)
                     if received:
@@ -169,9 +177,14 @@ _starting = threading.Lock()
 
 
 def fork_worker(
-    cores: Sequence[int], pipe: int, errors: int, shared: Sequence[int], timeout_s: float
+    cores: Sequence[int],
+    pipe: int,
+    errors: int,
+    shared: Sequence[int],
+    timeout_s: float,
+    module: str = CORE_WORKER,
 ) -> ForkedProcess:
-    """Fork a worker that runs :func:`envs.executors.cores.worker.work`.
+    """Fork a worker that runs the function ``work`` of a module.
 
     Args:
         cores: cores to pin the worker to.
@@ -179,11 +192,13 @@ def fork_worker(
         errors: file descriptor that becomes its stderr.
         shared: file descriptors that it inherits, in this order.
         timeout_s: how long the server may take, imports included.
+        module: its ``work`` takes the pipe, the cores and the shared descriptors.
     """
+    request = (cores, pipe, errors, shared, timeout_s, module)
     try:
-        return running_server().fork(cores, pipe, errors, shared, timeout_s)
+        return running_server().fork(*request)
     except ServerEndedError:  # it may just have been killed: try another one
-        return running_server().fork(cores, pipe, errors, shared, timeout_s)
+        return running_server().fork(*request)
 
 
 def running_server() -> ForkServer:
@@ -237,12 +252,15 @@ def serve(socket_descriptor: int) -> None:
                     _send(parent, (pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
                     continue
                 try:
-                    cores, received = _receive(parent)
+                    (module, *cores), received = _receive(parent)
                 except (EOFError, ConnectionError):
                     return
+                if module not in sys.modules:  # once for all workers of this kind
+                    import_module(module)
+                    gc.freeze()
                 pid = os.fork()
                 if not pid:
-                    _work(cores, received, [parent.fileno(), *workers])
+                    _work(module, cores, received, [parent.fileno(), *workers])
                 for descriptor in received:
                     os.close(descriptor)
                 worker = os.pidfd_open(pid)
@@ -271,10 +289,10 @@ def _ending_with(parent: socket.socket) -> Iterator[None]:
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
-def _work(cores: Sequence[int], received: Sequence[int], servers: Iterable[int]) -> NoReturn:
+def _work(
+    module: str, cores: Sequence[int], received: Sequence[int], servers: Iterable[int]
+) -> NoReturn:
     """Run a worker in a forked process; ``received`` begins with its pipe and stderr."""
-    from envs.executors.cores import worker
-
     status = 1
     try:
         for descriptor in servers:
@@ -282,7 +300,7 @@ def _work(cores: Sequence[int], received: Sequence[int], servers: Iterable[int])
         pipe, errors, *shared = received
         os.dup2(errors, 2)
         os.close(errors)
-        worker.work(pipe, cores, shared)
+        import_module(module).work(pipe, cores, shared)
         status = 0
     except BaseException:  # noqa: BLE001 - the last line of stderr is what the parent reports
         traceback.print_exc()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 from typing import IO
 
-from envs.executors.cores.fork_server import fork_worker
+from envs.executors.cores.fork_server import CORE_WORKER, fork_worker
 from envs.hardware.cluster import Device
 
 
@@ -18,7 +18,12 @@ class WorkerProcess:
     """One started worker: its device, its process, the pipe to it and its stderr."""
 
     def __init__(
-        self, device: Device, cores: Sequence[int], shared: Sequence[int], timeout_s: float
+        self,
+        device: Device,
+        cores: Sequence[int],
+        shared: Sequence[int],
+        timeout_s: float,
+        module: str = CORE_WORKER,
     ) -> None:
         """Start the worker.
 
@@ -27,6 +32,7 @@ class WorkerProcess:
             cores: cores to pin it to.
             shared: file descriptors that it inherits.
             timeout_s: see :meth:`bound`.
+            module: see :func:`fork_worker`.
         """
         self.device = device
         self.connection, theirs = Pipe()
@@ -34,7 +40,7 @@ class WorkerProcess:
         try:
             self.bound(timeout_s)
             self.process = fork_worker(
-                cores, theirs.fileno(), self.errors.fileno(), shared, timeout_s
+                cores, theirs.fileno(), self.errors.fileno(), shared, timeout_s, module
             )
         except BaseException:
             self.connection.close()  # a worker that did start ends with its pipe

@@ -211,7 +211,7 @@ def serve(connection: Connection, shared: Sequence[int]) -> None:
                 connection.send(Failed(last, is_out_of_memory(error)))
 
 
-def _end_with_parent(descriptor: int) -> None:
+def end_with_parent(descriptor: int) -> None:
     """End this process, whatever it waits for, when the parent's end of the pipe is closed.
 
     (A death signal would come too early: when the thread that started the worker ends.)
@@ -225,6 +225,6 @@ def _end_with_parent(descriptor: int) -> None:
 def work(descriptor: int, cores: Sequence[int], shared: Sequence[int]) -> None:
     """Serve the pipe with this file descriptor, pinned to cores, in a process forked for it."""
     os.setpgid(0, 0)
-    threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(descriptor,), daemon=True).start()
     os.sched_setaffinity(0, set(cores))
     serve(Connection(descriptor), shared)

@@ -127,7 +127,8 @@ class _Writer:
     def finished(self) -> ForwardSource:
         results = [self._result(result) for result in self.program.results]
         self.lines.append((f"return [{', '.join(results)}]", results, []))
-        return ForwardSource(_text(self.lines), self.names, self.transfers)
+        text = function_text(("states", "inputs", "constants"), self.lines)
+        return ForwardSource(text, self.names, self.transfers)
 
     def _result(self, result: Any) -> str:
         """Return the name of an output leaf; other values than tensors are known without a run."""
@@ -252,8 +253,13 @@ def arriving(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=not waits)
 
 
-def _text(lines: Sequence[tuple[str, list[str], list[str]]]) -> str:
-    """Return the function with its lines, and a ``del`` after the last use of every name."""
+def function_text(
+    parameters: Sequence[str], lines: Sequence[tuple[str, list[str], list[str]]]
+) -> str:
+    """Return the function of some lines, with a ``del`` after the last use of every name.
+
+    A line is its text, the names that it reads and those that it makes.
+    """
     made = {name for _, _, names in lines for name in names}
     last = {name: i for i, (_, reads, makes) in enumerate(lines) for name in (*makes, *reads)}
     ending: defaultdict[int, list[str]] = defaultdict(list)
@@ -265,7 +271,7 @@ def _text(lines: Sequence[tuple[str, list[str], list[str]]]) -> str:
         body.append(text)
         if ending[i]:
             body.append(f"del {', '.join(ending[i])}")
-    return "\n    ".join([f"def {NAME}(states, inputs, constants):", *body]) + "\n"
+    return "\n    ".join([f"def {NAME}({', '.join(parameters)}):", *body]) + "\n"
 
 
 class LaunchOrder:

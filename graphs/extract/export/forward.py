@@ -67,13 +67,16 @@ class ForwardProgram:
     """All calls of a forward pass in an order that can be run, with its inputs and outputs.
 
     Sources are parameters, buffers, constants, and inputs (named by their position among all leaves
-    of the inputs). ``storage_of`` gives for every value the first one that shares its memory.
-    ``results`` are the leaves of the output: a Ref for a tensor, anything else as it is.
+    of the inputs). ``storage_of`` gives for every value the first one that shares its memory,
+    ``shapes`` and ``dtypes`` are those of every value. ``results`` are the leaves of the output: a
+    Ref for a tensor, anything else as it is.
     """
 
     calls: tuple[ForwardCall, ...]
     sources: tuple[Source, ...]
     storage_of: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
     results: tuple[Any, ...]
 
     @property
@@ -145,6 +148,8 @@ class _Reader:
         self.state = state
         self.prefix = prefix
         self.storage_of: list[int] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.dtypes: list[torch.dtype] = []
         self.first: dict[int, int] = {}  # by the identity of a fake storage
         self.values: dict[fx.Node, int] = {}
         self.bodies: dict[fx.Node, fx.GraphModule] = {}
@@ -191,6 +196,8 @@ class _Reader:
             calls=tuple(calls),
             sources=tuple(self.sources),
             storage_of=tuple(self.storage_of),
+            shapes=tuple(self.shapes),
+            dtypes=tuple(self.dtypes),
             results=self.results,
         )
 
@@ -218,6 +225,8 @@ class _Reader:
     def _value(self, node: fx.Node, tensor: torch.Tensor) -> int:
         index = len(self.storage_of)
         self.storage_of.append(self.first.setdefault(_storage(tensor), index))
+        self.shapes.append(tuple(tensor.shape))
+        self.dtypes.append(tensor.dtype)
         self.values[node] = index
         return index
 

@@ -1,0 +1,1 @@
+"""Placed steps on torch devices that each have a process of their own."""

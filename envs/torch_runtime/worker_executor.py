@@ -1,0 +1,154 @@
+"""Placements run on torch devices by a process per device, to measure them.
+
+A turn starts processes of its own, since the weights of several placements may not fit beside each
+other; the last ones stay until another placement has its turn. The unplaced model runs in this
+process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from envs.executors.cores.errors import WorkerError, WorkerMemoryError
+from envs.executors.device_workers.placed_step import PlacedStep
+from envs.hardware.cluster import Cluster
+from envs.hardware.torch_devices import torch_device
+from envs.measured import Failure, TimedStep
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.torch_runtime.executor import TorchExecutor, steady_step_s
+from graphs.extract import Extraction
+from graphs.extract.placeable import CallGraph
+
+
+class WorkerExecutor:
+    """Runs placed steps on ``cuda:*`` and ``cpu``, each driven by a process of its own.
+
+    Processes have copies of the parameters, which a training step updates with learning rate 0.
+    Memory of CUDA devices is limited to ``limits``, that of the host cannot be: a placement that
+    exceeds it according to the simulator fails without being run.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        calls: CallGraph,
+        problem: Problem,
+        *,
+        limits: Mapping[str, int],
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.problem = problem
+        self.joined: Cluster | None = None  # each device is driven for itself
+        self._extraction = extraction
+        self._calls = calls
+        self._devices = [torch_device(name) for name in problem.cluster.names]
+        self._limits = {torch_device(name): size for name, size in limits.items()}
+        self._timeout_s = timeout_s
+        self._in_process = TorchExecutor(
+            extraction, calls, problem, limits=limits, timeout_s=timeout_s
+        )
+        self._placed: PlacedStep | None = None
+        self._there: Placement | None = None  # the placement of these processes
+
+    def load(self, placement: Placement) -> _WorkersStep | Failure:
+        """Return the step as placed, unless it exceeds the memory of the host."""
+        excess = self._in_process.host_excess(placement)
+        return Failure(reason=excess, overfull=True) if excess else _WorkersStep(self, placement)
+
+    def run(self, placement: Placement) -> TimedStep | Failure:
+        """Run a few steps as placed, by other processes than before if need be.
+
+        Raises:
+            DevicesLostError: this process cannot use the devices any more.
+        """
+        if placement.unplaced:
+            self._end()
+            try:
+                return self._in_process.run(placement)
+            finally:
+                self._in_process.clear()
+        try:
+            placed = self._placed_step(placement)
+            wall_s = steady_step_s(self._step_s(placed), lambda: self._step_s(placed))
+            return TimedStep(wall_s=wall_s, peak_memory_bytes=self._peaks(placed))
+        except (WorkerError, ValueError, OSError) as error:
+            self._end()
+            return Failure(reason=str(error), overfull=isinstance(error, WorkerMemoryError))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._end()
+        self._in_process.close()
+
+    def _placed_step(self, placement: Placement) -> PlacedStep:
+        if self._placed is None or self._there is not placement:
+            self._end()
+            self._placed = placed_step(
+                self._extraction,
+                self._calls,
+                [self._devices[d] for d in placement.devices],
+                placement.priority,
+                limits=self._limits,
+                timeout_s=self._timeout_s,
+            )
+            self._there = placement
+            if self._extraction.step.optimizer is not None:
+                self._placed.learning_rate = 0.0
+        return self._placed
+
+    def _step_s(self, placed: PlacedStep) -> float:
+        step = self._extraction.step
+        start_s = time.perf_counter()
+        placed.step(*step.step_inputs, **step.keywords)
+        return time.perf_counter() - start_s
+
+    def _peaks(self, placed: PlacedStep) -> dict[str, int]:
+        peaks = placed.peak_memory_bytes()
+        names = dict(zip(self._devices, self.problem.cluster.names, strict=True))
+        return {names[device]: peak for device, peak in peaks.items()}
+
+    def _end(self) -> None:
+        if self._placed is not None:
+            self._placed.discard()  # the model has its values already
+        self._placed = self._there = None
+
+
+class _WorkersStep:
+    """One placement on the devices of an executor."""
+
+    def __init__(self, executor: WorkerExecutor, placement: Placement) -> None:
+        self._executor = executor
+        self._placement = placement
+
+    def warm_up(self) -> Failure | None:
+        step = self.run()
+        return step if isinstance(step, Failure) else None
+
+    def run(self) -> TimedStep | Failure:
+        return self._executor.run(self._placement)
+
+    def close(self) -> None:
+        """Do nothing: the processes end with the next placement's turn, or with the executor."""
+
+
+def placed_step(
+    extraction: Extraction,
+    calls: CallGraph,
+    devices: Sequence[torch.device],
+    priority: Sequence[float],
+    *,
+    limits: Mapping[torch.device, int] | None = None,
+    timeout_s: float = 600.0,
+) -> PlacedStep:
+    """Return a step, with devices and priorities of the M nodes of ``calls``."""
+    return PlacedStep(
+        extraction,
+        calls.devices_of_calls(devices),
+        calls.launch_order(priority),
+        limits=limits,
+        step_timeout_s=timeout_s,
+    )

@@ -1,0 +1,251 @@
+"""Steps whose devices have a process each compute what the model computes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from envs.executors.cores.errors import WorkerError, WorkerMemoryError
+from envs.executors.device_workers import pool
+from envs.executors.device_workers.placed_step import PlacedStep
+from graphs.extract import Extraction, Workload, extract
+from graphs.optimizer import STATE
+from tests.fake_cuda.sharing import OWNERS, FakeSharing, LacksOne
+from tests.helpers import tiny_models
+from tests.helpers.extracted_steps import extracted, made
+from tests.helpers.placed_steps import random_devices, random_order
+from tests.helpers.processes import all_end
+from tests.helpers.tiny_models import Plain, forward, squared
+from tests.helpers.trained_alike import (
+    assert_close,
+    on_cpu,
+    torch_optimizer,
+    with_optimizer,
+)
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+GPUS = [torch.device("cuda", index) for index in range(3)]
+MACHINES = {
+    "one GPU, CPU": [CPU, GPUS[0]],
+    "two GPUs": GPUS[:2],
+    "three GPUs, CPU": [*GPUS, CPU],
+}
+TRAINED = ("conv_net", "tied_weights", "norm_twice", "attention", "dlrm", "stacked_moe")
+INFERENCE = sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
+TIMEOUT_S = 60.0
+
+
+def placed(
+    extraction: Extraction,
+    devices: list[torch.device],
+    seed: int = 0,
+    places: Mapping[str, torch.device] | None = None,
+) -> PlacedStep:
+    """Place calls at random on fake GPUs, whose streams run in the order of the seed."""
+    chosen = places or {
+        key: torch.device(device)
+        for key, device in random_devices(extraction, devices, seed).items()
+    }
+    order = random_order(extraction, seed) if seed % 2 else ()
+    sharing = FakeSharing(len(GPUS), seed)
+    return PlacedStep(extraction, chosen, order, sharing=sharing, step_timeout_s=TIMEOUT_S)
+
+
+def assert_trains_alike(step: Workload, placed: PlacedStep, tolerance: float = 1e-6) -> None:
+    """Assert that losses of some steps, and the state after them, equal those of torch."""
+    plain = copy.deepcopy(step)
+    assert plain.optimizer is not None
+    optimizer = torch_optimizer(plain.model, plain.optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected = forward(plain)
+        expected.backward()
+        optimizer.step()
+        loss = placed.step(*step.inputs, **step.keywords)
+        assert_close(loss, expected.detach(), tolerance)
+    placed.read_back()
+    found, state = placed._step.model.state_dict(), plain.model.state_dict()
+    assert_close(on_cpu(found), on_cpu(state), tolerance)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param("one GPU, CPU", marks=pytest.mark.slow),
+        pytest.param("two GPUs", marks=pytest.mark.slow),
+        "three GPUs, CPU",
+    ],
+)
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(TRAINED)))
+def test_random_placements_train_as_torch_does(seed: int, name: str, machine: str) -> None:
+    step = with_optimizer(made(name), "sgd", learning_rate=0.01)
+    extraction = extract(copy.deepcopy(step))
+    with placed(extraction, MACHINES[machine], seed) as workers:
+        assert_trains_alike(step, workers)
+
+
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(INFERENCE)))
+def test_random_placements_infer_as_torch_does(seed: int, name: str) -> None:
+    extraction = extract(made(name))
+    step = copy.deepcopy(extraction.step)
+    with placed(extraction, MACHINES["one GPU, CPU"], seed) as workers, torch.no_grad():
+        for _ in range(2):
+            found = workers.step(*step.inputs, **step.keywords)
+            assert_close(found, forward(step), 1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(STATE))
+def test_the_state_of_optimizers_is_that_of_torch(kind: str) -> None:
+    step = with_optimizer(made("conv_net"), kind, learning_rate=0.01)
+    with placed(extract(copy.deepcopy(step)), MACHINES["two GPUs"]) as workers:
+        assert_trains_alike(step, workers)
+        state = workers.optimizer_state()
+        expected = copy.deepcopy(workers.step(*step.inputs))
+        workers.load_optimizer_state(state)
+        assert_equal_state(workers.optimizer_state(), state)
+        assert torch.isfinite(expected)
+
+
+def assert_equal_state(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def there_and_back() -> Workload:
+    """Return a step that crosses devices in every call, also with what it branches from."""
+
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        early: Tensor = m.get_submodule("first")(x)
+        late: Tensor = m.get_submodule("second")(early).sin() + early
+        out: Tensor = m.get_submodule("first")(late) * early.exp()
+        return out
+
+    torch.manual_seed(0)
+    model = Plain(compute, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_values_that_go_there_and_back_have_whole_gradients(seed: int) -> None:
+    """Every call is on another device than the one before; streams run in six orders."""
+    step = with_optimizer(there_and_back(), "adamw", learning_rate=0.1)
+    extraction = extract(copy.deepcopy(step))
+    keys = [call.key for call in extraction.forward.placed_calls]
+    devices = [*GPUS[:2], CPU]
+    places = {key: devices[(i + seed) % 3] for i, key in enumerate(keys)}
+    with placed(extraction, devices, seed, places) as workers:
+        assert_trains_alike(step, workers)
+
+
+@pytest.mark.slow  # as of every wait in one process
+@pytest.mark.parametrize("lacks", sorted(OWNERS))
+def test_each_wait_of_the_copies_is_needed(lacks: str) -> None:
+    """Without it the result is wrong for some order of streams, or a flag is never seen."""
+    step = replace(there_and_back(), training=False)
+    expected = forward(copy.deepcopy(step))
+
+    def is_wrong(seed: int) -> bool:
+        extraction = extract(copy.deepcopy(step))
+        keys = [call.key for call in extraction.forward.placed_calls]
+        places = {key: GPUS[i % 2] for i, key in enumerate(keys)}
+        sharing = LacksOne(2, seed, lacks=lacks)
+        with PlacedStep(extraction, places, sharing=sharing, step_timeout_s=5.0) as workers:
+            try:
+                return not torch.allclose(workers.step(*step.model_inputs), expected)
+            except WorkerError:
+                return True
+
+    assert any(map(is_wrong, range(4)))
+
+
+def test_what_is_written_in_place_after_it_was_sent_is_refused() -> None:
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        held: Tensor = m.get_submodule("first")(x) * 2
+        before = held.exp().mean()
+        held[0].fill_(0.5)
+        return before + held.sin().mean()
+
+    model = Plain(compute, first=nn.Linear(4, 4))
+    extraction = extract(Workload.of(model, (torch.randn(3, 4),), training=False))
+    calls = extraction.forward.placed_calls
+    places = {call.key: GPUS[0] if "exp" in call.key else CPU for call in calls}
+    with pytest.raises(ValueError, match=r"fill_ writes in place to a tensor that was handed on"):
+        placed(extraction, [], places=places)
+
+
+def test_a_training_step_needs_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="give it an optimizer"):
+        placed(extracted("conv_net"), MACHINES["two GPUs"])
+
+
+def test_a_worker_that_dies_ends_the_step_with_its_device() -> None:
+    extraction = extract(with_optimizer(made("conv_net"), "sgd"))
+    workers = placed(extraction, MACHINES["two GPUs"])
+    processes = [worker.process for worker in workers._pool._workers]
+    os.kill(processes[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"the worker of cuda:[01] died \(signal 9\)"):
+        workers.step(*extraction.step.inputs)
+    with pytest.raises(WorkerError, match="have ended; place it again"):
+        workers.step(*extraction.step.inputs)
+    assert all_end([process.pid for process in processes])
+    workers.close()
+
+
+def test_ctrl_c_lets_the_step_end_and_what_it_learned_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = with_optimizer(made("conv_net"), "sgd", learning_rate=0.01)
+    extraction = extract(copy.deepcopy(step))
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(*arguments: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return wait(*arguments)
+
+    with placed(extraction, MACHINES["two GPUs"]) as workers:
+        monkeypatch.setattr(pool, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.step(*step.inputs)
+        monkeypatch.undo()
+        workers.read_back()
+        changed = extraction.step.model.state_dict()
+        assert any(not torch.equal(changed[n], t) for n, t in step.model.state_dict().items())
+        assert torch.isfinite(workers.step(*step.inputs))
+
+
+def test_a_full_gpu_is_named() -> None:
+    extraction = extract(with_optimizer(made("conv_net"), "sgd"))
+    calls = extraction.forward.placed_calls
+    places = dict.fromkeys((call.key for call in calls), GPUS[1])
+    with pytest.raises(WorkerMemoryError, match=r"the worker of cuda:1 failed: OutOfMemoryError"):
+        PlacedStep(extraction, places, limits={GPUS[1]: 1000}, sharing=FakeSharing(2))
+
+
+def test_a_failed_assertion_on_a_gpu_ends_the_step_with_its_device() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2))
+    step = Workload.of(model, (torch.tensor([0, 1]),), training=False)
+    extraction = extract(step)
+    keys = [call.key for call in extraction.forward.placed_calls]
+    workers = placed(extraction, [], places=dict(zip(keys, [GPUS[0], CPU], strict=True)))
+    with pytest.raises(WorkerError, match=r"worker of cuda:0 failed: .*device-side assert"):
+        workers.step(torch.tensor([0, 7]))
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    extraction = extract(replace(made("conv_net"), training=False))
+    calls = extraction.forward.placed_calls
+    places = dict.fromkeys((call.key for call in calls), torch.device("cuda", 7))
+    with pytest.raises(WorkerError, match=r"the worker of cuda:7 failed: .*invalid device"):
+        placed(extraction, [], places=places)
