@@ -17,7 +17,7 @@ from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
 from envs.placement import Placement
-from envs.runtime import runtime_for
+from envs.runtime import run_by_own_code, runtime_for
 from graphs.extract import AUTO, Extraction, Workload, extract
 from graphs.extract.eager import check_has_memory
 from graphs.optimizer import Optimizer
@@ -49,7 +49,8 @@ def apply(
     ``placed.step(batch)`` as well, and ``placed.eval()(*inputs)`` returns what the model returns in
     eval mode. For a placement of a module graph it is a
     :class:`envs.executors.hooks.hooked_module.HookedModule`, which runs the model's own code on any
-    inputs. Where the result is to leave the model unplaced, it is a
+    inputs; on pinned cores a :class:`envs.executors.modules_on_cores.ModulesOnCores`, which does so
+    without workers. Where the result is to leave the model unplaced, it is a
     :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
 
     Args:
@@ -68,8 +69,8 @@ def apply(
 
     Raises:
         ExtractionError: the model cannot be extracted, is on the meta device, or is placed on
-            pinned cores although its extraction holds for the example inputs only or is a module
-            graph; unplaced it runs there, too.
+            pinned cores although its extraction holds for the example inputs only; unplaced it runs
+            there, too.
         ValueError: the placement belongs to another graph, its devices are not on this machine, the
             example inputs are missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.
@@ -83,7 +84,7 @@ def apply(
         extraction = made_for if same else extract(step, made_for.extractor)
     else:
         extraction = _extracted(
-            model, example_inputs, loss, target, training, optimizer, dtype, extractor
+            model, example_inputs, loss, target, training, optimizer, dtype, extractor, own
         )
     return apply_extracted(extraction, own, overlap=overlap)
 
@@ -157,7 +158,7 @@ def export(
         extraction = placement.extraction
     else:
         extraction = _extracted(
-            model, example_inputs, loss, target, training, optimizer, dtype, extractor
+            model, example_inputs, loss, target, training, optimizer, dtype, extractor, own
         )
     problem = None
     if isinstance(placement, Result) and own.graph == placement.problem.graph.hash:
@@ -176,6 +177,7 @@ def _extracted(
     optimizer: str | Optimizer | None,
     dtype: str,
     extractor: str,
+    placement: Placement,
 ) -> Extraction:
     if model is None or example_inputs is None:
         raise ValueError(
@@ -191,7 +193,7 @@ def _extracted(
         optimizer=optimizer,
         dtype=dtype,
     )
-    return extract(step, extractor)
+    return extract(step, extractor, any_data=run_by_own_code(placement.device_names))
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:
