@@ -1,8 +1,8 @@
 """Runtimes: what runs the ops on a cluster's devices, and what follows from it.
 
-Pinned cores run the joint graph op by op in worker processes. Torch devices run the calls of the
-exported forward pass in this process, or the model's own code module by module. Only this module
-asks which of the two a cluster needs; importing it does not import torch.
+Pinned cores run the joint graph op by op in worker processes, torch devices the calls of the
+exported forward pass in this process; both run the model's own code module by module in this
+process. Only this module asks which of the two a cluster needs; importing it does not import torch.
 """
 
 from __future__ import annotations
@@ -148,6 +148,14 @@ def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = Fal
             "leave overlap out, it is for cuda:* and cpu"
         )
     return CoreRuntime(extraction, cluster)
+
+
+def run_by_own_code(names: Iterable[str]) -> bool:
+    """Return whether devices run modules where a recording holds for the example inputs only.
+
+    Pinned cores of this machine do; for others, a user has to ask for modules.
+    """
+    return all(map(is_local_core_set, names))
 
 
 def start_ahead(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
 from envs.hardware.host import Host
 from envs.placement import Placement
-from envs.runtime import runtime_for
+from envs.runtime import run_by_own_code, runtime_for
 from graphs.extract import AUTO, Extraction, Workload, extract
 from graphs.extract.eager import check_has_memory
 from graphs.optimizer import Optimizer
@@ -51,7 +51,8 @@ def apply(
     ``placed.step(batch)`` as well, and ``placed.eval()(*inputs)`` returns what the model returns in
     eval mode. For a placement of a module graph it is a
     :class:`envs.executors.hooks.hooked_module.HookedModule`, which runs the model's own code on any
-    inputs. For a result on a cluster with a ``[[host]]`` for each device it is a
+    inputs; on pinned cores a :class:`envs.executors.modules_on_cores.ModulesOnCores`, which does so
+    without workers. For a result on a cluster with a ``[[host]]`` for each device it is a
     :class:`envs.executors.device_workers.placed_step.PlacedStep`, whose processes, one per device,
     run ``placed.step(batch)``; a placement file does not name hosts, so it runs in this process.
     Where the result is to leave the model unplaced, it is a
@@ -73,8 +74,8 @@ def apply(
 
     Raises:
         ExtractionError: the model cannot be extracted, is on the meta device, or is placed on
-            pinned cores although its extraction holds for the example inputs only or is a module
-            graph; unplaced it runs there, too.
+            pinned cores although its extraction holds for the example inputs only; unplaced it runs
+            there, too.
         ValueError: the placement belongs to another graph, its devices are not on this machine, the
             example inputs are missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.
@@ -91,7 +92,7 @@ def apply(
         extraction = made_for if same else extract(step, made_for.extractor)
     else:
         extraction = _extracted(
-            model, example_inputs, loss, target, training, optimizer, dtype, extractor
+            model, example_inputs, loss, target, training, optimizer, dtype, extractor, own
         )
     return _applied(extraction, own, hosts, overlap=overlap)
 
@@ -176,7 +177,7 @@ def export(
         extraction = placement.extraction
     else:
         extraction = _extracted(
-            model, example_inputs, loss, target, training, optimizer, dtype, extractor
+            model, example_inputs, loss, target, training, optimizer, dtype, extractor, own
         )
     problem = None
     if isinstance(placement, Result) and own.graph == placement.problem.graph.hash:
@@ -195,6 +196,7 @@ def _extracted(
     optimizer: str | Optimizer | None,
     dtype: str,
     extractor: str,
+    placement: Placement,
 ) -> Extraction:
     if model is None or example_inputs is None:
         raise ValueError(
@@ -210,7 +212,7 @@ def _extracted(
         optimizer=optimizer,
         dtype=dtype,
     )
-    return extract(step, extractor)
+    return extract(step, extractor, any_data=run_by_own_code(placement.device_names))
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:

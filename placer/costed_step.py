@@ -17,7 +17,7 @@ from envs.hardware.discover import is_core, is_here, is_local_core_set
 from envs.hardware.units import human_bytes
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.runtime import costed, runtime_for
+from envs.runtime import costed, run_by_own_code, runtime_for
 from graphs.graph import GraphArrays
 from graphs.selection import ConstraintError
 from placer.job import Job
@@ -86,14 +86,14 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         check_has_memory(workload)
     progress.stage("Extracting the graph")
     with compiled_beside() if simulates else nullcontext(False) as compiles:
-        extraction = extract(workload, job.extractor)
+        extraction = extract(workload, job.extractor, any_data=run_by_own_code(cluster.names))
         if extraction.step_program is not None and any(map(is_local_core_set, cluster.names)):
             registrations(extraction.program)  # raises for operators that workers cannot have
         if simulates and any(map(is_local_core_set, cluster.names)):
             progress.remark(core_refusal(extraction))
         runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
-        if not runtime.places and all(map(is_here, cluster.names)):
-            _check_no_op_is_placed(job, extraction.core_refusal)
+        if all(map(is_here, cluster.names)):
+            _check_can_be_placed(job, extraction, runtime)
         graph = job.constraints.applied_to(runtime.graph, cluster)
         warm_start = _warm_start(job, extraction, graph)
         if compiles:  # before anything is timed
@@ -129,13 +129,17 @@ def _held_back(given: Cluster, planned: Cluster) -> str:
     return f"On {name} {held} are for libraries and gaps between tensors, and ops may use {left}."
 
 
-def _check_no_op_is_placed(job: Job, refusal: str) -> None:
+def _check_can_be_placed(job: Job, extraction: Extraction, runtime: Runtime) -> None:
     """Raise an exception if a job asks for what needs ops that can be placed."""
     from graphs.extract import ExtractionError
 
-    if job.constraints.pins:
+    refusal = "" if runtime.places else extraction.core_refusal
+    if job.constraints.pins and refusal:
         raise ConstraintError(f"pins are for ops that can be placed, but {refusal}")
-    if job.replicas is not None:
+    on_cores = any(map(is_local_core_set, job.cluster.names))
+    if job.replicas is not None and on_cores and extraction.step_program is None:
+        refusal = f"the graph of {type(extraction.step.model).__name__} is of its modules"
+    if job.replicas is not None and refusal:
         raise ExtractionError(f"replicas are planned for ops that can be placed, but {refusal}")
 
 

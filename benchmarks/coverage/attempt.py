@@ -1,5 +1,7 @@
 """One model: extracted as it is given, placed at random on two cores, compared with eager.
 
+What has no ops that can be placed on any data is placed module by module.
+
 The only changes to a model are that dropout is off, since results could not be compared, and that
 it is small.
 """
@@ -17,16 +19,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.coverage.case import Case
 from benchmarks.coverage.models import cases_of
-from envs.executors.cores.instruction_lists import priority_order
+from envs.core_runtime import CoreRuntime
 from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import discover
+from envs.placement import Placement
 from graphs.extract import Extraction, ExtractionError, Workload, extract
+from graphs.graph import GraphArrays
 from graphs.workload import LossModule
 
 BATCHES: Final = 2
@@ -84,7 +90,7 @@ def tried(name: str, case: Case, *, training: bool) -> Attempt:
 def _run(found: Attempt, case: Case) -> Attempt:
     batches = [_batch(case, found.training, seed) for seed in range(BATCHES)]
     step = _step(case, *batches[0], training=found.training)
-    extraction = extract(step)
+    extraction = extract(step, any_data=True)
     found = replace(
         found,
         extractor=extraction.extractor,
@@ -92,9 +98,6 @@ def _run(found: Attempt, case: Case) -> Attempt:
         reason=extraction.core_refusal,
     )
     if extraction.core_refusal:
-        if extraction.extractor == "modules":
-            why = (f"{each.extractor}: {each.reason}" for each in extraction.fell_back)
-            return replace(found, reason=" ".join(why))
         return found
     try:
         wrong = _wrong(case, extraction, batches, training=found.training)
@@ -147,7 +150,8 @@ def _is_equal_in_double(
         lambda x: x.to(double) if isinstance(x, Tensor) and x.is_floating_point() else x, batches
     )
     try:
-        extraction = extract(_step(case, *wide[0], training=training, dtype=double))
+        step = _step(case, *wide[0], training=training, dtype=double)
+        extraction = extract(step, any_data=True)
         return not _wrong(case, extraction, wide, training=training, dtype=double)
     except Exception:  # noqa: BLE001 - such as a model that makes tensors in float32
         return False
@@ -178,15 +182,17 @@ def differences(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return found
 
 
-def on_two_cores(extraction: Extraction) -> PlacedModel:
-    """Return the step with its ops at random on two cores, co-located ones together."""
+def on_two_cores(extraction: Extraction) -> PlacedModel | UnplacedModel:
+    """Return the step with its ops or modules at random on two cores, co-located ones together."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     cluster = discover(",".join(f"core:{core}" for core in cores))
-    program, randomly = extraction.program, random.Random(0)
-    groups = [data["colocate"] or op for op, data in extraction.graph.nodes(data=True)]
+    runtime, randomly = CoreRuntime(extraction, cluster), random.Random(0)
+    groups = [data["colocate"] or op for op, data in runtime.graph.nodes(data=True)]
     chosen = {group: randomly.randrange(len(cluster)) for group in dict.fromkeys(groups)}
-    order = priority_order(program, [randomly.random() for _ in range(program.op_count)])
-    return PlacedModel(extraction, cluster, [chosen[group] for group in groups], order)
+    devices = np.array([chosen[group] for group in groups], np.int32)
+    priority = np.array([randomly.random() for _ in groups])
+    arrays = GraphArrays.from_graph(runtime.graph)
+    return runtime.apply(Placement.of(arrays, cluster, devices, priority))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -3,9 +3,9 @@
     python -m benchmarks coverage
 
 Training and inference as given, with small configurations and random weights. A model is extracted,
-placed op by op at random on two cores, and takes two steps on different inputs, whose outputs,
-gradients and buffers are compared with the model's own. Models of packages that are not installed
-are left out (``pip install 'device-placer[zoo]'``).
+placed op by op (or module by module) at random on two cores, and takes two steps on different
+inputs, whose outputs, gradients and buffers are compared with the model's own. Models of packages
+that are not installed are left out (``pip install 'device-placer[zoo]'``).
 """
 
 from __future__ import annotations

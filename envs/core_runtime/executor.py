@@ -1,5 +1,7 @@
 """Runs placed steps on pinned cores to measure them, and the unplaced model beside them.
 
+Ops are run by workers; modules of a graph of modules, like the unplaced model, by this process.
+
 Besides the wall time, the CPU-clock time of a step is computed, see
 :func:`envs.executors.cores.instruction_lists.cpu_clock_s`. In one uncounted run the workers report
 their peak memory: a placement that exceeds a device's memory fails even if it ran.
@@ -7,10 +9,12 @@ their peak memory: a placement that exceeds a device's memory fails even if it r
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
@@ -24,6 +28,7 @@ from envs.executors.cores.instruction_lists import (
     device_lists,
 )
 from envs.executors.cores.pool import LEAD_NS, WorkerPool
+from envs.executors.modules_on_cores import ModulesOnCores
 from envs.executors.process_settings import end_idle_threads
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
@@ -48,7 +53,11 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.schedule import run_order
 from graphs.extract import Extraction
+from graphs.extract.placeable import module_map
 from graphs.workload import Workload, step_copy
+
+MakeModel: TypeAlias = "Callable[[Extraction], UnplacedModel]"
+"""Makes a model that runs its own code, of an extraction."""
 
 
 class CoreExecutor:
@@ -56,7 +65,7 @@ class CoreExecutor:
 
     A placement whose worker dies, hangs or cannot run an op fails; the next one gets new workers.
 
-    The workers start with the first placement; the unplaced model needs none. Each may use
+    The workers start with the first placement of ops; own code of a model needs none. Each may use
     ``limits`` {device name: bytes} of memory, by default that of its device.
     Times are those of ``placed.step``, with the batch and the results; where the model cannot be
     copied, those of the workers alone. CPU-clock times include ``latency_s`` per hand-off between
@@ -88,10 +97,11 @@ class CoreExecutor:
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
         if leaves_unplaced(placement):
-            [device] = placement.used_devices
-            return self._load_unplaced(device)
+            return self._load_own_code(unplaced(placement), placement)
         if refusal := self.extraction.core_refusal:
             return Failure(reason=refusal)
+        if self.extraction.step_program is None:
+            return self._load_own_code(modules_placed(placement), placement)
         if self._pool is None:
             self._pool = self._new_pool()
         schedule = self._simulator.run(*placement.arrays())
@@ -103,9 +113,9 @@ class CoreExecutor:
         )
         return _PlacedStep(self, lists)
 
-    def _load_unplaced(self, device: str) -> LoadedStep | Failure:
+    def _load_own_code(self, make: MakeModel, placement: Placement) -> LoadedStep | Failure:
         try:
-            return _UnplacedStep(self.extraction, cores_of(device))
+            return _OwnCodeStep(self.extraction, make, placement.used_devices)
         except Exception as error:  # noqa: BLE001  # as the model's own code raises it
             return Failure(reason=f"the model cannot be copied: {error}")
 
@@ -214,18 +224,21 @@ class _PlacedStep:
         )
 
 
-class _UnplacedStep:
-    """The step of the unplaced model, run in this process on a copy of it.
+class _OwnCodeStep:
+    """The step of a model that runs its own code, in this process on a copy of it.
 
     Several threads of torch have no common CPU clock: the CPU-clock time is then the wall time.
     """
 
-    def __init__(self, extraction: Extraction, cores: Sequence[int]) -> None:
+    def __init__(self, extraction: Extraction, make: MakeModel, devices: Sequence[str]) -> None:
         step = step_copy(extraction.step)
-        self._model = UnplacedModel(replace(extraction, step=step), cores)
+        self._model = make(replace(extraction, step=step))
         if step.optimizer is not None:
             self._model.learning_rate = 0.0
-        self._step, self._cores = step, cores
+        self._step = step
+        cores = [cores_of(device) for device in devices]
+        self._cores = sorted(itertools.chain(*cores))
+        self._has_clock = all(len(each) == 1 for each in cores)
 
     def warm_up(self) -> Failure | None:
         """Run a turn."""
@@ -251,10 +264,11 @@ class _UnplacedStep:
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         self._model.step(*inputs, **keywords)
         wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
-        return TimedStep(wall_s=wall_s, cpu_clock_s=cpu_s if len(self._cores) == 1 else None)
+        return TimedStep(wall_s=wall_s, cpu_clock_s=cpu_s if self._has_clock else None)
 
     def close(self) -> None:
-        """Do nothing: the copy goes with this object."""
+        """Remove the hooks, if there are any; the copy goes with this object."""
+        self._model.close()
 
 
 def _copy_of(extraction: Extraction) -> Workload | None:
@@ -284,6 +298,20 @@ def alone(device: Device) -> Cluster:
 def runs_unplaced(names: Sequence[str]) -> bool:
     """Return whether these devices leave the model unplaced: there is one, of several cores."""
     return len(names) == 1 and is_local_core_set(names[0]) and len(cores_of(names[0])) > 1
+
+
+def unplaced(placement: Placement) -> MakeModel:
+    """Return what makes the unplaced model of an extraction on the only device of a placement."""
+    [device] = placement.used_devices
+    return lambda extraction: UnplacedModel(extraction, cores_of(device))
+
+
+def modules_placed(placement: Placement) -> MakeModel:
+    """Return what makes the placed model of an extraction whose graph is of modules."""
+    cores = [cores_of(placement.device_names[d]) for d in placement.devices]
+    return lambda extraction: ModulesOnCores(
+        extraction, module_map(extraction).devices_of_calls(cores)
+    )
 
 
 def leaves_unplaced(placement: Placement) -> bool:

@@ -1,4 +1,7 @@
-"""The runtime of pinned cores: worker processes run the joint graph op by op."""
+"""The runtime of pinned cores: worker processes run the joint graph op by op.
+
+A graph of modules is run by the model's own code, in one thread of this process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from envs.core_runtime.executor import (
     alone,
     joined_device,
     leaves_unplaced,
+    modules_placed,
     runs_unplaced,
+    unplaced,
 )
 from envs.costs.cached_costs import MeasuredCosts, OpCosts, StepCosts, first_of_kinds
 from envs.costs.factors import Factors
@@ -26,15 +31,17 @@ from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.executors.cores.instruction_lists import device_lists, priority_order
 from envs.executors.cores.memory import WorkerMemory
 from envs.executors.cores.placed_model import PlacedModel
+from envs.executors.modules_on_cores import moving_s
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import cores_of, is_local_core_set, present
+from envs.hardware.host import Host
 from envs.measured import FEWEST_ROUNDS, Measured, turn_s
 from envs.placement import Placement
 from envs.problem import Problem, without_hand_over
-from envs.simulator.schedule import Schedule, run_order
+from envs.simulator.schedule import Schedule, issue_order
 from graphs.extract import Extraction
-from graphs.extract.placeable import gradient_makers
+from graphs.extract.placeable import gradient_makers, module_map
 from graphs.graph import GraphArrays
 
 MEASURED_S: Final = 0.5
@@ -49,13 +56,14 @@ HELD: Final = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_by
 class CoreRuntime:
     """The runtime of pinned cores: every op can be placed, or none, see ``core_refusal``.
 
-    A step whose ops cannot be placed runs unplaced only. It also simulates clusters with devices
-    that are not on this machine.
+    A step whose ops cannot be placed runs unplaced only. Of a module graph, every module can be
+    placed. It also simulates clusters with devices that are not on this machine.
     """
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
-        self.graph = extraction.graph
+        self._by_modules = extraction.step_program is None
+        self.graph = module_map(extraction).graph if self._by_modules else extraction.graph
         self.places = not extraction.core_refusal
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
@@ -111,15 +119,24 @@ class CoreRuntime:
         return cores if all(held_bytes <= core.memory_bytes for core in cores) else []
 
     def _hand_over(self, cluster: Cluster) -> MeasuredCosts | None:
-        """Return the cost of handing over a step; None where devices are elsewhere, or unplaced."""
-        handed = self.places and all(map(is_local_core_set, cluster.names))
+        """Return the cost of handing over a step; None where workers do not run it."""
+        handed = self._has_workers and all(map(is_local_core_set, cluster.names))
         if not handed or runs_unplaced(cluster.names):
             return None
         return hand_over_costs(self.extraction)
 
     def planned(self, cluster: Cluster) -> Cluster:
-        """Return the cluster without the memory that workers hold before their first step."""
-        if not self.places or runs_unplaced(cluster.names):
+        """Return the cluster without the memory that workers hold before their first step.
+
+        Modules are run by one thread, which is the host of all cores and moves between them.
+        """
+        if self._by_modules and not runs_unplaced(cluster.names):
+            hosts = (Host(devices=cluster.names, autograd=True),)
+            links = (
+                replace(link, latency_s=max(link.latency_s, moving_s())) for link in cluster.links
+            )
+            return replace(cluster, hosts=hosts, links=tuple(links))
+        if not self._has_workers or runs_unplaced(cluster.names):
             return cluster
         held_bytes = self._memory.held_bytes()
         devices = tuple(
@@ -135,20 +152,24 @@ class CoreRuntime:
         return gradient_makers(self.extraction)
 
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
-        """Return ops by start time."""
-        return run_order(problem, schedule.start_ns)
+        """Return ops by start time, of modules as they are issued."""
+        return issue_order(problem, schedule)
 
     def peak_memory_bytes(
         self, placement: Placement, order: Sequence[int]
     ) -> Mapping[str, int] | None:
         """Return the memory of the workers; None if they cannot run the placement here."""
         names = placement.device_names
-        is_run = self.places and placement.micro_batches == 1 and not leaves_unplaced(placement)
-        if not is_run or not all(map(is_local_core_set, names)):
+        is_run = self._has_workers and placement.micro_batches == 1
+        if not is_run or leaves_unplaced(placement) or not all(map(is_local_core_set, names)):
             return None
         lists = device_lists(self.extraction.program, placement.devices, order, len(names))
         peaks_bytes = [self._memory.peak_bytes(instructions) for instructions in lists]
         return dict(zip(names, peaks_bytes, strict=True))
+
+    @property
+    def _has_workers(self) -> bool:
+        return self.places and not self._by_modules
 
     @cached_property
     def _memory(self) -> WorkerMemory:
@@ -157,7 +178,7 @@ class CoreRuntime:
     def backend(
         self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
     ) -> Measured:
-        """Return a backend of worker processes."""
+        """Return a backend of worker processes, or of the model's own code in this one."""
         executor = CoreExecutor(
             self.extraction,
             problem,
@@ -197,12 +218,13 @@ class CoreRuntime:
         return [Problem.of(GraphArrays.from_graph(costed), cluster), alone]
 
     def apply(self, placement: Placement) -> PlacedModel | UnplacedModel:
-        """Return the placed model; its workers run until it is closed."""
+        """Return the placed model, whose workers run until it is closed, or its own code."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
         if leaves_unplaced(placement):
-            [device] = placement.used_devices
-            return UnplacedModel(self.extraction, cores_of(device))
+            return unplaced(placement)(self.extraction)
+        if self._by_modules:
+            return modules_placed(fitting)(self.extraction)
         order = priority_order(self.extraction.program, fitting.priority)
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
 

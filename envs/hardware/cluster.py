@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.hardware.core_sets import check_core_sets
-from envs.hardware.host import Host, check_hosts
+from envs.hardware.host import Host, check_hosts, check_names_no_core
 from envs.hardware.units import human_bytes
 from graphs.strict_json import (
     array,
@@ -312,13 +312,15 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
     top = of_format(data, FORMAT, _KEYS)
     transfers = fields(top.get("transfers", {}), "transfers", _TRANSFER_KEYS, required=())
     once = transfers.get("once_per_destination", True)
-    return Cluster(
+    cluster = Cluster(
         name=text(top.get("name", "cluster"), "name"),
         devices=tuple(Device(**values) for values in _records(Device, top, "device")),
         links=tuple(Link(**values) for values in _records(Link, top, "link")),
         hosts=tuple(Host(**values) for values in _records(Host, top, "host")),
         once_per_destination=_typed(once, "bool", "transfers.once_per_destination"),
     )
+    check_names_no_core(cluster.name, cluster.hosts)
+    return cluster
 
 
 def cluster_to_toml(cluster: Cluster) -> str:

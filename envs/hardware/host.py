@@ -35,7 +35,7 @@ class Host:
 
 
 def check_hosts(cluster: str, hosts: Sequence[Host], names: Sequence[str]) -> None:
-    """Raise ValueError for a host with unknown devices, cores, or devices of another host."""
+    """Raise ValueError for a host with unknown devices, or devices of another host."""
     named = Counter(name for host in hosts for name in host.devices)
     for name, count in named.items():
         if name not in names:
@@ -48,6 +48,11 @@ def check_hosts(cluster: str, hosts: Sequence[Host], names: Sequence[str]) -> No
                 f"cluster {cluster!r}: hosts name device {name!r} {count} times; "
                 "one thread issues its ops, so name it once"
             )
+
+
+def check_names_no_core(cluster: str, hosts: Sequence[Host]) -> None:
+    """Raise ValueError for a host that names a core: only a graph of modules has one for cores."""
+    for name in (name for host in hosts for name in host.devices):
         if is_core_set(name):
             raise ValueError(
                 f"cluster {cluster!r}: a host names {name!r}, but a core has a worker process of "
@@ -56,11 +61,13 @@ def check_hosts(cluster: str, hosts: Sequence[Host], names: Sequence[str]) -> No
 
 
 def is_synchronous(name: str, kind: str) -> bool:
-    """Return whether an op occupies the thread that issues it: a device named or of kind "cpu".
+    """Return whether an op occupies the thread that issues it: a core, or named or of kind "cpu".
 
     Kinds count up to ``:`` or ``*``.
 
     >>> is_synchronous("n1:cpu", "cpu*16"), is_synchronous("cuda:0", "cuda:NVIDIA H200")
     (True, False)
+    >>> is_synchronous("n1:core:0", "core")
+    True
     """
-    return "cpu" in (name, re.split("[:*]", kind)[0])
+    return is_core_set(name) or "cpu" in (name, re.split("[:*]", kind)[0])

@@ -98,9 +98,12 @@ class Extraction:
 
     @property
     def program(self) -> StepProgram:
-        """The program that runs the step; an ExtractionError if it is of its modules."""
+        """The program that runs the step; an ExtractionError if the graph is of its modules."""
         if self.step_program is None:
-            raise ExtractionError(self.core_refusal)
+            raise ExtractionError(
+                f"{type(self.step.model).__name__} has no program of ops, since its graph is of "
+                "its modules, which its own code runs"
+            )
         return self.step_program
 
     @property
@@ -110,8 +113,7 @@ class Extraction:
             reasons = {
                 "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what "
                 "cuda:N and cpu can run is its graph of modules",
-                "modules": "its graph is of modules, which cuda:N and cpu run by the model's own "
-                "code",
+                "modules": "its graph is of modules, which the model's own code runs",
             }
             refusal = (
                 f"{type(self.step.model).__name__} has no forward pass of single calls, as "
@@ -126,26 +128,27 @@ class Extraction:
 
     @property
     def core_refusal(self) -> str:
-        """Return why ops cannot be placed on pinned cores and run on any data, "" if they can."""
-        ops = f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores"
-        if self.step_program is None:
-            return (
-                f"{ops} (core:N), since its graph is of its modules and workers have no program to "
-                "run; on cuda:N and cpu its modules can be placed, where its own code runs"
-            )
+        """Return why ops cannot be placed on pinned cores and run on any data, "" if they can.
+
+        A graph of modules can: the model's own code runs it.
+        """
         if not self.depends_on_data:
             return ""
         return (
-            f"{ops} (core:N), since it reads values of tensors "
-            f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for the "
-            "example inputs only: on other data the placed step would be wrong. "
-            f"{IN_LIBRARY if self._reads_in_library else IN_OWN_CODE}; or place its modules on "
-            "cuda:N and cpu, where its own code runs (extractor modules)"
+            f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores "
+            f"(core:N), since {self.dependence}; or place its modules, which its own code runs "
+            "(extractor modules)"
         )
 
     @property
-    def _reads_in_library(self) -> bool:
-        return all("site-packages" in line for line in self.depends_on_data)
+    def dependence(self) -> str:
+        """Return what a recording that depends on data reads, and what to do about it."""
+        in_library = all("site-packages" in line for line in self.depends_on_data)
+        return (
+            f"it reads values of tensors ({shown_lines(self.depends_on_data)}), and what it does "
+            "next was recorded for the example inputs only: on other data the placed step would be "
+            f"wrong. {IN_LIBRARY if in_library else IN_OWN_CODE}"
+        )
 
     def check_constants(self) -> None:
         """Raise ValueError if what the programs hold of model and inputs has changed since."""
@@ -158,12 +161,13 @@ class Extraction:
             raise ExtractionError(self.core_refusal, remedy="modules")
 
 
-def extract(step: Workload, extractor: str = "auto") -> Extraction:
+def extract(step: Workload, extractor: str = "auto", *, any_data: bool = False) -> Extraction:
     """Extract the graph of one step.
 
-    ``extractor`` is one of ``EXTRACTORS``, or "auto": the first that accepts the step. Torch traces
-    a model on one device, so meanwhile copies of its state on the host replace it: a model that
-    runs placed can be placed anew.
+    ``extractor`` is one of ``EXTRACTORS``, or "auto": the first that accepts the step; with
+    ``any_data``, a recording that depends on data is the last resort. Torch traces a model on one
+    device, so meanwhile copies of its state on the host replace it: a model that runs placed can be
+    placed anew.
     """
     names = [name for name in EXTRACTORS if extractor in ("auto", name)]
     if not names:
@@ -173,7 +177,7 @@ def extract(step: Workload, extractor: str = "auto") -> Extraction:
         )
     check_step(step)
     with on_host(step) as here:
-        return replace(_by_first(names, here), step=step)
+        return replace(_by_first(names, here, any_data=any_data), step=step)
 
 
 def forward_alone(step: Workload) -> ForwardProgram:
@@ -253,12 +257,18 @@ def _quantized(what: str) -> str:
     )
 
 
-def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
-    """Extract by the first extractor that accepts the step."""
+def _by_first(extractors: Sequence[Extractor], step: Workload, *, any_data: bool) -> Extraction:
+    """Extract by the first extractor that accepts the step, with ``any_data`` for any data."""
     fell_back: list[FallBack] = []
+    recording: Extraction | None = None
     for name in extractors:
         try:
-            return replace(_by(name, step), fell_back=tuple(fell_back))
+            extraction = replace(_by(name, step), fell_back=tuple(fell_back))
+            if not (any_data and extraction.depends_on_data):
+                return extraction
+            recording = extraction
+            reason = f"{type(step.model).__name__} was recorded: {extraction.dependence}"
+            fell_back.append(FallBack(name, sentences(reason)))
         except StepError:
             raise
         except ExtractionError as error:
@@ -267,6 +277,8 @@ def _by_first(extractors: Sequence[Extractor], step: Workload) -> Extraction:
             if len(extractors) == 1:
                 raise
             fell_back.append(FallBack(name, sentences(str(error))))
+    if recording is not None:
+        return recording
     reasons = by_reason(fell_back)
     raise ExtractionError(sentences(f"no extractor takes {type(step.model).__name__}", *reasons))
 

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if is_graph_file(args.target):
         raise UsageError("a graph file has no modules to name: give the model that it is of")
     check_model_options(args, args.target)
+    from envs.runtime import run_by_own_code
     from graphs.extract import extract
     from graphs.files import write_whole
     from placer.exports import format_named
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         placement = _placement(args.placement)
         check_renamed(args.renamed, placement.device_names)
-    extraction = extract(target_of(args).load(weights=predict), args.extractor)
+    own_code = run_by_own_code(placement.device_names)
+    step = target_of(args).load(weights=predict)
+    extraction = extract(step, args.extractor, any_data=own_code)
     with usage_errors(ExportError):
         exported = export_extracted(
             format_named(args.format),

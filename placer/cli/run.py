@@ -210,6 +210,7 @@ def _infer(args: argparse.Namespace) -> int:
 
     from envs.hardware.units import milliseconds
     from envs.placement import Placement
+    from envs.runtime import run_by_own_code
     from graphs.extract import extract
     from placer.applying import apply_extracted, check_can_run
     from placer.parallel.data import Batches, FromFunction, MadeUp
@@ -225,7 +226,8 @@ def _infer(args: argparse.Namespace) -> int:
             batches = FromFunction(load_function(args.data), step)
     if args.data is None:
         say(args, "no --data: batches are made up")
-    extraction = extract(step, args.extractor)
+    own_code = run_by_own_code(placement.device_names)
+    extraction = extract(step, args.extractor, any_data=own_code)
     seconds = []
     with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
         for number in range(args.steps):

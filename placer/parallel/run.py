@@ -19,7 +19,7 @@ from envs.executors.cores.pool import spread_seed
 from envs.hardware.discover import cores_of, is_core
 from envs.hardware.torch_devices import uuid_of
 from envs.placement import Placement
-from envs.runtime import tensor_device
+from envs.runtime import run_by_own_code, tensor_device
 from graphs.extract import Workload, extract
 from placer.applying import apply_extracted, check_can_run
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
@@ -142,7 +142,9 @@ def train_rank(
                 started(ranks, bool(sharing) if cuda else run.is_shared)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
             occupy(run.local)
-            replica = Replica(apply_extracted(extract(run.step, request.extractor), run.local))
+            own_code = run_by_own_code(run.local.device_names)
+            extraction = extract(run.step, request.extractor, any_data=own_code)
+            replica = Replica(apply_extracted(extraction, run.local))
             sync = synced(
                 replica,
                 run.local,

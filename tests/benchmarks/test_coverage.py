@@ -124,11 +124,12 @@ def test_a_random_model_is_not_compared() -> None:
     assert "random" in found.reason
 
 
-def test_what_depends_on_data_is_counted_and_not_run() -> None:
-    found = tried("branch", cases_of("torch")["branch on data"], training=False)
-    assert found.depends_on_data
-    assert not found.ran
-    assert "reads values of tensors" in found.reason
+@two_cores
+@pytest.mark.parametrize("training", [True, False])
+def test_what_depends_on_data_is_run_module_by_module(training: bool) -> None:
+    found = tried("branch", cases_of("torch")["branch on data"], training=training)
+    assert (found.extractor, found.depends_on_data) == ("modules", False)
+    assert (found.ran, found.equal, found.reason) == (True, True, "")
 
 
 def test_an_error_of_the_model_is_a_failure_and_no_refusal() -> None:

@@ -19,7 +19,7 @@ from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster
 from envs.placement import Placement
-from graphs.extract import Extraction, ExtractionError, Workload, extract
+from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import module_map
 from graphs.graph import GraphArrays
 from tests.helpers import tiny_models
@@ -152,19 +152,6 @@ def test_everything_that_a_module_does_itself_is_on_one_device() -> None:
     assert len(set(group_of.values())) == 5
     with pytest.raises(ValueError, match="1 devices are not for"):
         modules.devices_of_calls(["cpu"])
-
-
-def test_pinned_cores_refuse_modules_and_say_which_devices_run_them() -> None:
-    model, inputs = looped()
-    extraction = extract(Workload.of(model, inputs, tiny_models.squared), "modules")
-    graph = GraphArrays.from_graph(extraction.graph)
-    one = np.zeros(len(graph), np.int32)
-    found = Placement.of(graph, linked(), one, np.zeros(len(graph)))
-    on_core = Placement.from_dict(
-        {**found.to_dict(), "devices": dict.fromkeys(graph.ids, "core:0")}
-    )
-    with pytest.raises(ExtractionError, match=r"cuda:N and cpu"):
-        placer.apply(model, on_core, inputs, loss=tiny_models.squared, extractor="modules")
 
 
 def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(

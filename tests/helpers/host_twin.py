@@ -27,7 +27,8 @@ from tests.helpers.simulator_twin import (
 
 def is_cpu(cluster: Cluster, d: int) -> bool:
     device = cluster.devices[d]
-    return device.name == "cpu" or device.kind.split("*")[0].split(":")[0] == "cpu"
+    kind = device.kind.split("*")[0].split(":")[0]
+    return "cpu" in (device.name, kind) or device.name.startswith("core:")
 
 
 def twin_backward(graph: nx.DiGraph[str], cluster: Cluster) -> dict[int, int]:

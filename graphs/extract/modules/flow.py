@@ -211,8 +211,17 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
-    """Return all tensors in containers that torch knows."""
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    """Return all tensors in containers that torch knows; of sparse ones their values."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        match leaf.layout:
+            case torch.strided:
+                yield leaf
+            case torch.sparse_coo:
+                yield leaf._values()
+            case _:
+                yield leaf.values()
 
 
 def _saved(node: Node) -> Iterator[torch.Tensor]:

@@ -111,6 +111,18 @@ def test_a_module_that_calls_numpy_is_placed_by_its_modules() -> None:
         extraction.check_any_data()
 
 
+@pytest.mark.parametrize("make", [Tensor.to_sparse_coo, Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_are_passed_on_between_modules(make: Callable[[Tensor], Tensor]) -> None:
+    def glue(m: Any, x: Tensor) -> Tensor:
+        pooled = make(m.linear(x).detach().relu())
+        out: Tensor = m.second(pooled @ torch.ones(8, 8))
+        return out
+
+    graph = extract(linear_step(glue, second=nn.Linear(8, 8), training=False), "modules").graph
+    assert list(nx.dag_longest_path(graph)) == ["linear:Linear", ":Plain", "second:Linear"]
+
+
 def test_what_numpy_made_between_modules_comes_after_all_that_was_there() -> None:
     def glue(m: Any, x: Tensor) -> Tensor:
         first, second = m.linear(x), m.second(x)
