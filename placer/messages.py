@@ -359,7 +359,6 @@ def core_refusal(extraction: Extraction) -> str:
 def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[str]:
     """Return remarks on the extraction, the most important first; of cores with ``refusal``."""
     from graphs.extract.errors import shown_lines
-    from graphs.extract.export.trace import lstm_layers
     from graphs.extract.extraction import by_reason
 
     remarks = [core_refusal(extraction)] if refusal and extraction.core_refusal else []
@@ -369,13 +368,6 @@ def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[
             f"{shown_lines(extraction.unchecked)}."
         )
     remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
-    has_cells = extraction.step.training and extraction.step_program is not None
-    if has_cells and (layers := lstm_layers(extraction.step)):
-        remarks.append(
-            f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: placements may take "
-            "several times as long as torch's fused kernel, which the unplaced model uses, and "
-            "save other bytes for backward."
-        )
     return remarks
 
 

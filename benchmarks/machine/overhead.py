@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import placer
 from benchmarks.record import Effort, Part, quartiles
@@ -35,6 +35,7 @@ from envs.executors.process_settings import end_idle_threads
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware.discover import discover
 from graphs.extract import Workload, extract
+from graphs.models.rnnlm import next_token_loss
 from graphs.workload import LossModule
 from placer.sources.target import load_step
 
@@ -48,6 +49,8 @@ IN_PROCESS: Final = {
 BY_WORKERS: Final = {
     "two towers": f"{MODELS}/two_towers.py:build",
     "Inception-V3": f"{MODELS}/inception.py:build",
+    "LSTM": f"{__file__}:lstm",
+    "GRU": f"{__file__}:gru",
 }
 IN_LOOP: Final = {
     "two towers": f"{MODELS}/two_towers.py:build",
@@ -55,6 +58,7 @@ IN_LOOP: Final = {
     "NASNet": f"{MODELS}/nasnet.py:build",
 }
 QUICK_PARTS: Final = ("module, ResNet", "workers, two towers", "step, two towers")
+Training: TypeAlias = tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]
 BAR: Final = 1.05
 """Largest ratio for calls in this process."""
 BLOCKS: Final = 8
@@ -114,6 +118,35 @@ def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Tab
             pairs,
             found,
         )
+
+
+def lstm() -> Training:
+    """Return a language model of two LSTM layers for ``load_step``."""
+    return _recurrent(nn.LSTM)
+
+
+def gru() -> Training:
+    """Return a language model of two GRU layers for ``load_step``."""
+    return _recurrent(nn.GRU)
+
+
+def _recurrent(kind: type[nn.LSTM | nn.GRU]) -> Training:
+    """Return the model, (tokens, next tokens) of 32 texts of 20 words, and the loss."""
+    torch.manual_seed(0)
+    layers = kind(64, 64, 2, batch_first=True)
+    model = RecurrentModel(nn.Embedding(1000, 64), layers, nn.Linear(64, 1000))
+    text = torch.randint(1000, (32, 21))
+    return model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()), next_token_loss
+
+
+class RecurrentModel(nn.Sequential):
+    """An embedding, recurrent layers of torch, and a projection."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens (B, T) to logits (B, T, vocabulary)."""
+        embed, layers, project = self
+        logits: Tensor = project(layers(embed(tokens))[0])
+        return logits
 
 
 def in_loop(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:

@@ -27,6 +27,7 @@ from graphs.extract.fx_nodes import (
     tagged_call,
 )
 from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value, values_in
+from graphs.extract.recurrent import WORKSPACE, saves_workspace, workspace_shape
 from graphs.flops import call_flops
 from graphs.graph import Phase
 from graphs.synthetic.mirror import ACCUMULATES
@@ -150,7 +151,7 @@ class _Converter:
                 _place(node, f"{node.target} has a size that depends on data or is dynamic")
             )
         index = len(self.values)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        shape, stride = _real_shape(node, tuple(tensor.shape)), tuple(tensor.stride())
         dtype = _real_dtype(node, tensor.dtype)
         self.values.append(Value(shape, stride, dtype, index if root is None else root))
         self.value_of[node] = index
@@ -299,6 +300,16 @@ def _check_states(lstm: fx.Node) -> None:
                 f"torch {torch.__version__} traces the last states of an LSTM, which the model "
                 "uses, in a wrong shape: install torch 2.13"
             )
+
+
+def _real_shape(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a result: torch's fake kernel says that a workspace is empty."""
+    if node.target is operator.getitem and node.args[1] == WORKSPACE:
+        layer = node.args[0]
+        assert isinstance(layer, fx.Node)
+        if saves_workspace(str(layer.target), layer.args):
+            return workspace_shape(layer)
+    return shape
 
 
 def _real_dtype(node: fx.Node, dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,8 @@
 """The placeable DAG of a step, built from its program and the facts of its ops.
 
-Ops that share state must share a device. There are four reasons for such a co-location group: a
-view of a part shares its tensor's storage; ops read or write the same buffer that the step updates
+Ops that share state must share a device. There are five reasons for such a co-location group: a
+view of a part shares its tensor's storage; backward of a recurrent layer reads the workspace of the
+kernel that ran it; ops read or write the same buffer that the step updates
 (BatchNorm statistics of a module that is called twice); they read one parameter that has several
 names (tied weights); or they read one that the step's optimizer updates. Such a parameter has one
 home, where all its readers run with its update: read elsewhere it would have to be sent there after
@@ -25,6 +26,7 @@ from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.fx_nodes import numbered
 from graphs.extract.module_calls import Homes
 from graphs.extract.program import Call, Ref, StepProgram
+from graphs.extract.recurrent import WORKSPACE, saves_workspace
 from graphs.graph import add_edge, add_op, new_graph
 
 
@@ -36,6 +38,7 @@ def colocation_groups(
     names: dict[int, str] = {}
     together = [
         *_parts(program, ids),
+        *_workspaces(program, ids),
         *_mutated_state(program, facts),
         *_tied_parameters(program, facts),
         *_updated_parameters(program),
@@ -57,6 +60,17 @@ def _parts(program: StepProgram, ids: Sequence[str]) -> Iterable[tuple[str, set[
         if call.shows_part:
             home = makers[program.values[call.reads[0]].root]
             yield f"tensor of {ids[home]}", {home, call.op}
+
+
+def _workspaces(program: StepProgram, ids: Sequence[str]) -> Iterable[tuple[str, set[int]]]:
+    homes = {
+        call.outputs[WORKSPACE]: call.op
+        for call in program.op_calls
+        if saves_workspace(call.target, call.args)
+    }
+    for call in program.op_calls:
+        for value in homes.keys() & set(call.reads):
+            yield f"workspace of {ids[homes[value]]}", {homes[value], call.op}
 
 
 def _mutated_state(

@@ -4,9 +4,8 @@ The model's own Python code runs, on its own tensors (on fake ones if it is on t
 that everything it does is recorded. What it does because of tensor values holds for these inputs
 only: the lines that read values are part of the trace.
 
-Torch's functionalization replaces in-place ops and writes through views by ops that return new
-tensors: the graph is the same as by torch.export, and the model's own tensors are not changed.
-Under autocast, though, every reader of a parameter casts it anew.
+Functionalization replaces in-place ops and writes through views: the graph is that of torch.export,
+and the model's tensors are not changed. Under autocast every reader of a parameter casts it anew.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from graphs.extract.errors import (
     writes_input,
 )
 from graphs.extract.export.flags import Results, asking_lines, check_like_eager
-from graphs.extract.export.trace import Position, cell_by_cell
+from graphs.extract.export.trace import Position
 from graphs.extract.fx_nodes import constants_of, drop_unread, written_arguments
 from graphs.extract.model_state import (
     check_not_replaced,
@@ -56,7 +55,8 @@ from graphs.extract.reads.known_values import (
     deciding_inputs,
     drawn_from,
 )
-from graphs.extract.value_reads import PACK, readable
+from graphs.extract.reads.value_reads import PACK, readable
+from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
@@ -73,7 +73,7 @@ READ_ARGUMENTS: Final = {
 
 def record(step: Workload) -> Traced:
     """Record one step; the model is left as it was."""
-    with tracing(step, "recorded"), without_meta(step) as traceable, cell_by_cell(step):
+    with tracing(step, "recorded"), without_meta(step) as traceable, trained_as_in_eager_mode():
         try_fakes(traceable)
         recording = _Recording(with_distinct_inputs(traceable))
         with custom_backward_refused(step), asking_lines() as lines:

@@ -109,7 +109,7 @@ def transposed_output() -> Workload:
 
 
 def lstm() -> Workload:
-    """Return a recurrent layer, which torch runs as one kernel and traces cell by cell."""
+    """Return two recurrent layers, each of which torch trains by one kernel."""
     torch.manual_seed(4)
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, 2))
     return Workload.of(model, (torch.randn(3, 2, 4), torch.randn(3, 2, 3)), squared)

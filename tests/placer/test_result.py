@@ -17,7 +17,6 @@ from envs.problem import Problem
 from graphs.extract import extract
 from graphs.graph import GraphArrays, add_op, new_graph
 from placer.choose import MEASURED_CANDIDATES, PlacementError, choose, finalists, worth_running
-from placer.messages import extraction_remarks
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind, Prediction
 from tests.helpers import tiny_models
@@ -269,14 +268,6 @@ def test_remarks_say_what_is_impossible_scattered_and_wrongly_predicted() -> Non
     assert "100%" in scatter
     assert "0.50" in wrong
     assert result.main_remarks == [impossible, scatter]
-
-
-def test_a_remark_says_that_lstms_are_trained_by_another_kernel_where_nothing_is_placed() -> None:
-    step = tiny_models.lstm()
-    assert len(extraction_remarks(extract(step))) == 1
-    assert extraction_remarks(extract(replace(step, training=False))) == []
-    assert extraction_remarks(extract(step, "modules"), refusal=False) == []
-    assert extraction_remarks(extract(tiny_models.tied_weights())) == []
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,17 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from envs.executors.cores.arena import Arena
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
-from graphs.extract.program import Call, Ref, StepProgram
+from graphs.extract.program import Call, Ref, StepProgram, Value
+from graphs.extract.recurrent import saves_workspace
 
-FREE_OF_LAYOUT: Final = {
-    f"aten.{name}.default": "aten.reshape.default" for name in ("view", "_unsafe_view")
-}
 SPIN_NS: Final = 200_000
 """Time for which a receiver polls before it sleeps: waking a sleeping core takes several times
 as long as going on. ``placer machine`` prints the latency of a hop."""
+DETACH: Final = "aten.detach.default"  # of tensors without gradients: the tensor itself
 BY_STRIDES: Final = "aten.as_strided.default"
 INTO_SLOT: Final = {
     "aten.add.Tensor": "aten.add.out",
@@ -41,6 +41,20 @@ INTO_SLOT: Final = {
 }
 """Operators whose kernel writes into given memory, with the same bits. (Many other operators have
 an overload with ``out`` that makes a new tensor and copies it.)"""
+
+FASTER: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": Tensor.reshape for name in ("view", "_unsafe_view", "reshape")},
+    **{f"aten.{name}.default": getattr(Tensor, name) for name in ("expand", "permute", "t")},
+    **{f"aten.{name}.int": getattr(Tensor, name) for name in ("select", "transpose")},
+    "aten.unsqueeze.default": Tensor.unsqueeze,
+    **{f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "div", "mul", "sub")},
+    **{f"aten.{name}.default": getattr(torch, name) for name in ("addmm", "bmm", "mm")},
+    **{f"aten.{name}.default": getattr(torch, name) for name in ("neg", "relu", "sigmoid", "tanh")},
+    **{f"aten.{name}.default": getattr(torch, name) for name in ("cat", "stack")},
+    "aten.sum.dim_IntList": torch.sum,
+}
+"""Functions that call the same operators in half the time that ``torch.ops`` takes, or less. That
+of a view is ``reshape``, which copies where the kernel's layout does not allow the view."""
 
 
 def operator(target: str) -> Callable[..., Any]:
@@ -74,6 +88,49 @@ def slot_writers(program: StepProgram) -> set[int]:
         for call in program.op_calls
         if call.target in INTO_SLOT and call.outputs[0] is not None
     } - read
+
+
+def sums_in_place(program: StepProgram, instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Return {sum: the operand whose memory takes it}.
+
+    Autograd adds up gradients in place, too. An operand is taken if an operator that returns new
+    memory made it on this device, all of that memory is its own, and nothing reads it afterwards.
+    """
+    values, last, fresh = program.values, dict[int, int](), set[int]()
+    for position, instruction in enumerate(instructions):
+        match instruction:
+            case Run(index, views):
+                call = program.calls[index]
+                reads = [v for c in (*views, index) for v in program.calls[c].reads]
+                fresh.update(call.made if call.target in INTO_SLOT else ())
+            case Send(value):
+                reads = [value]
+            case _:
+                reads = []
+        last |= dict.fromkeys(program.roots(reads), position)
+    fresh -= set(program.roots(result.value for result in program.results))
+
+    def is_free(operand: int, made: Value, position: int) -> bool:
+        own = values[operand]
+        root = values[own.root]
+        same = (own.shape, own.stride, own.dtype) == (made.shape, made.stride, made.dtype)
+        whole = (own.numel, own.dtype) == (root.numel, root.dtype) and own.is_dense
+        return same and whole and own.root in fresh and last[own.root] == position
+
+    found: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        if not isinstance(instruction, Run):
+            continue
+        call = program.calls[instruction.call]
+        if call.target != "aten.add.Tensor" or call.kwargs or not call.made:
+            continue
+        of_tensors = all(isinstance(argument, Ref) for argument in call.args)
+        if of_tensors and len(program.roots(call.reads)) == len(call.reads):  # no common memory
+            made = values[call.made[0]]
+            free = (operand for operand in call.reads if is_free(operand, made, position))
+            if (operand := next(free, None)) is not None:
+                found[call.made[0]] = operand
+    return found
 
 
 class Signals:
@@ -141,6 +198,7 @@ class CompiledList:
             root for index, root in self.whole.items() if index in given
         )
         self.sent = {i.value for i in instructions if isinstance(i, Send)}
+        self.in_place = sums_in_place(program, instructions)
         dying = self._last_uses(instructions)
         self.steps = [self._step(i, values) for i, values in zip(instructions, dying, strict=True)]
 
@@ -210,10 +268,18 @@ class CompiledList:
         return step
 
     def _source(self, call: Call, names: dict[str, Any]) -> str:
+        if call.target == DETACH:
+            return f"V[{call.outputs[0]}] = V[{call.reads[0]}]"
         target = f"f{len(names)}"
         in_slot = not self.in_slot.isdisjoint(call.made)
-        name = INTO_SLOT[call.target] if in_slot else FREE_OF_LAYOUT.get(call.target, call.target)
-        names[target] = operator(name)
+        name = INTO_SLOT[call.target] if in_slot else call.target
+        names[target] = FASTER.get(name) or operator(name)
+        if saves_workspace(call.target, call.args):
+            names[target] = torch.enable_grad()(names[target])  # else the kernel saves nothing
+        taken = self.in_place.get(call.made[0]) if call.made and not in_slot else None
+        if taken is not None:
+            (added,) = {argument.value for argument in call.args} - {taken} or {taken}
+            return f"V[{call.outputs[0]}] = V[{taken}].add_(V[{added}])"
         arguments = [self._argument(argument, names) for argument in call.args]
         if call.target == BY_STRIDES:
             names["laid_out"] = laid_out

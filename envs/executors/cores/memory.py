@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.executors.cores.arena import Layout, memory_bytes
-from envs.executors.cores.compiled_list import slot_writers
+from envs.executors.cores.compiled_list import slot_writers, sums_in_place
 from envs.executors.cores.heap import Heap
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
 from graphs.extract.program import VIEW, Call, StepProgram, Value
@@ -132,6 +132,7 @@ class WorkerMemory:
         """Return the simulated heap after a run of the list."""
         in_slot = self._in_slot(instructions)
         heap, blocks = Heap(), dict[int, int]()
+        taken = sums_in_place(self.program, instructions)
         for instruction, dying in zip(instructions, self._last_uses(instructions), strict=True):
             if isinstance(instruction, Run):
                 for phase in self._phases(self.program.calls[instruction.call]):
@@ -140,7 +141,11 @@ class WorkerMemory:
                     for block in copies:
                         heap.free(block)
                     for value in phase.results:
-                        if value not in in_slot and self._size_bytes[value]:
+                        if value in in_slot or not self._size_bytes[value]:
+                            continue
+                        if value in taken:
+                            blocks[value] = blocks.pop(self.program.values[taken[value]].root)
+                        else:
                             blocks[value] = heap.allocate(self._size_bytes[value])
                     for block in beside:
                         heap.free(block)

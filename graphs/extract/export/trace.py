@@ -46,6 +46,7 @@ from graphs.extract.model_state import (
 )
 from graphs.extract.program import Result, ResultRole, Role, Source
 from graphs.extract.reads.answers import CheckReads
+from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.precision import FULL
 from graphs.workload import (
     WRAPPED,
@@ -109,7 +110,7 @@ def trace(step: Workload) -> Traced:
 
 def _step(step: Workload, checked: bool) -> Traced:
     if step.training:
-        with cell_by_cell(step):
+        with trained_as_in_eager_mode():
             return _described(LossModule(step), step, checked)
     return (_inference if step.dtype == FULL else _mixed_inference)(step, checked)
 
@@ -295,24 +296,6 @@ def _aot_graph(module: fx.GraphModule, step: Workload, parts: Parts) -> fx.Graph
             joint = traced()
         without_casts(module, added)
     return joint
-
-
-def cell_by_cell(step: Workload) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which LSTM layers are traced as their cells.
-
-    For an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which saves
-    nothing for backward; without oneDNN the layer is traced cell by cell. Eager training runs the
-    fused kernel, which saves more for backward: saved bytes of the graph are those of the cells.
-    """
-    if lstm_layers(step):
-        return torch.backends.mkldnn.flags(enabled=False)
-    return contextlib.nullcontext()
-
-
-def lstm_layers(step: Workload) -> tuple[str, ...]:
-    """Return the paths of the LSTM layers of a step's model."""
-    named = step.model.named_modules()
-    return tuple(path or type(part).__name__ for path, part in named if isinstance(part, nn.LSTM))
 
 
 EXPORT_INPUTS: Final[dict[InputKind, Role]] = {

@@ -15,11 +15,11 @@ import networkx as nx
 
 from graphs.extract.eager import check_gradients, runnable, try_fakes
 from graphs.extract.errors import custom_backward_refused
-from graphs.extract.export.trace import cell_by_cell
 from graphs.extract.fx_nodes import numbered
 from graphs.extract.model_state import tracing
 from graphs.extract.module_calls import Homes, Unit
 from graphs.extract.modules.flow import Flow, Work, bytes_of
+from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.graph import add_edge, add_op, new_graph, topological_order
 from graphs.synthetic.mirror import backward_id
 from graphs.workload import ExtractionError, StepError, Workload
@@ -33,7 +33,7 @@ def module_graph(step: Workload) -> ModuleGraph:
     name = type(step.model).__name__
     if step.optimizer is not None:
         raise ExtractionError("a graph of modules has no ops for an optimizer: leave it out")
-    with tracing(step, "run module by module"), runnable(step) as copy, cell_by_cell(step):
+    with tracing(step, "run module by module"), runnable(step) as copy, trained_as_in_eager_mode():
         try_fakes(copy)
         flow = Flow(copy)
         with custom_backward_refused(step, saving=True):

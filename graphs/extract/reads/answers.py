@@ -22,7 +22,7 @@ from torch.nn.utils import rnn
 from graphs.extract.errors import is_skipped, running_line
 from graphs.extract.reads.checks import Check, is_decided, running_check
 from graphs.extract.reads.known_values import computing, drawn_from, known_value_of
-from graphs.extract.value_reads import PACK
+from graphs.extract.reads.value_reads import PACK
 from graphs.workload import ExtractionError
 
 METHODS: Final = (

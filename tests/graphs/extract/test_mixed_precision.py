@@ -92,8 +92,7 @@ LARGER = pytest.mark.parametrize("name", in_turn(["conv_net", "nmt", "bert", "gp
 
 @functools.cache
 def extracted(name: str, extractor: str = "export") -> Extraction:
-    make = tiny_models.lstm if name == "lstm" else STEPS[name]
-    return extract(replace(make(), dtype="bf16"), extractor)
+    return extract(replace(STEPS[name](), dtype="bf16"), extractor)
 
 
 class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
@@ -114,8 +113,8 @@ def test_a_step_is_bit_for_bit_that_of_autocast(name: str) -> None:
     one_process.assert_runs_as_eager(extracted(name), exact=True)
 
 
-ROUNDED = [("lstm", "export"), pytest.param("llama", "export", marks=pytest.mark.slow)]
-"""An LSTM is traced cell by cell; llama adds gradients in another order, in fp32 too."""
+ROUNDED = [pytest.param("llama", "export", marks=pytest.mark.slow)]
+"""It adds gradients in another order, in fp32 too."""
 RECORDED = [(name, "dispatch") for name in ("conv_net", "attention", "asks_for_its_dtype")]
 """Every reader of a parameter casts it again, so that its gradient is rounded more often."""
 

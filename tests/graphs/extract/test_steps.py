@@ -82,11 +82,9 @@ def test_a_step_computes_what_torch_computes(name: str, extractor: str, training
 def is_rounded(name: str, extractor: str, training: bool) -> bool:
     """Return whether the trace adds in another order than torch, which runs layers as one op."""
     if extractor == "dispatch":
-        return name in TRANSFORMERS or name == "lstm" or (name, training) == ("attention", False)
-    return name in ("llama", "mixtral") or (name, training) in (
-        ("lstm", True),
-        ("attention", False),
-    )
+        lstm = (name, training) == ("lstm", False)
+        return name in TRANSFORMERS or lstm or (name, training) == ("attention", False)
+    return name in ("llama", "mixtral") or (name, training) == ("attention", False)
 
 
 def assert_graph_is_complete(extraction: Extraction) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from envs.costs.ops import profile_runs
 from envs.executors.cores.arena import load_example
-from envs.executors.cores.compiled_list import INTO_SLOT
+from envs.executors.cores.compiled_list import FASTER, INTO_SLOT, sums_in_place
 from envs.executors.cores.instruction_lists import Give, device_lists, single_list
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.discover import discover
@@ -35,6 +35,34 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "aten.mul.Tensor": (a, torch.randn(5, 1)),
     "aten.sum.dim_IntList": (torch.randn(300, 40).t(), [1], True),
 }
+VIEWED: dict[str, tuple[Any, ...]] = {
+    **{f"aten.{name}.default": (a, [300, 5]) for name in ("view", "_unsafe_view", "reshape")},
+    "aten.expand.default": (a[:1], [4, 300]),
+    "aten.permute.default": (a, [1, 0]),
+    "aten.t.default": (a,),
+    "aten.select.int": (a, 1, 7),
+    "aten.transpose.int": (a, 0, -1),
+    "aten.unsqueeze.default": (a, 1),
+    "aten.sub.Tensor": (a, a.flip(0)),
+    **{f"aten.{name}.default": (a,) for name in ("neg", "relu", "sigmoid", "tanh")},
+    "aten.cat.default": ([a, a.flip(0)], 1),
+    "aten.stack.default": ([a, a.flip(0)],),
+}
+
+
+@pytest.mark.parametrize("target", FASTER)
+def test_a_faster_function_is_the_same_operator(target: str) -> None:
+    arguments = (ARGUMENTS | VIEWED)[target]
+    with torch.inference_mode():
+        expected = attrgetter(target)(torch.ops)(*arguments)
+        found = FASTER[target](*arguments)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    shown = [
+        tensor.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        for tensor in (found, expected)
+    ]
+    assert shown[0] == shown[1], "both are views, or none is"
 
 
 @pytest.mark.parametrize("target", INTO_SLOT)
@@ -151,3 +179,40 @@ def test_the_cost_of_an_op_includes_handing_over_its_results(
     assert given > 0
     assert cost_s.min() == 1.0
     assert cost_s.sum() == extraction.program.op_count + given
+
+
+class Sums(nn.Module):
+    """Sums of products, which are or are not read again, returned, or made of one tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        left, right, further = x * 2, x * 3, x * 5
+        free = left + right  # takes the memory of left
+        read = further + free.sin()  # that of further must stay
+        square = x @ x
+        turned = square + square.t()  # both are one tensor
+        of_number = free.mul(2) + 1.5  # the number is no tensor
+        return further * read, turned.exp(), of_number.exp(), (x + x).exp()
+
+
+def test_a_sum_takes_the_memory_of_an_operand_that_nothing_else_reads() -> None:
+    extraction = extract(Workload.of(Sums(), torch.randn(4, 4), training=False))
+    program = extraction.program
+    (instructions,) = lists = [single_list(program)]
+    makers = {value: call for call in program.calls for value in call.made}
+    taken = sums_in_place(program, instructions)
+    assert [makers[makers[value].args[0].value].args[1] for value in taken] == [2]
+    found, expected = run(extraction, lists).output, eager(extraction.step).output
+    assert_same(found, expected)
+
+
+def test_a_sum_in_a_result_or_after_it_was_sent_leaves_its_operands() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 2
+            return y, y + x.sin()
+
+    extraction = extract(Workload.of(Model(), torch.randn(4, 4), training=False))
+    program = extraction.program
+    lists = [single_list(program)]
+    assert sums_in_place(program, lists[0]) == {}
+    assert_same(run(extraction, lists).output, eager(extraction.step).output)
