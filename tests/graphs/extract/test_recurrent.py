@@ -105,8 +105,15 @@ def test_gradients_of_a_grus_inputs_are_no_sums(bias: bool) -> None:
     assert found["sum"] <= cells + others
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("extractor", ["export", "dispatch"])
+@pytest.mark.parametrize(
+    ("kind", "extractor"),
+    [
+        (nn.LSTM, "export"),
+        (nn.LSTM, "dispatch"),
+        pytest.param(nn.GRU, "export", marks=pytest.mark.slow),
+        (nn.RNN, "dispatch"),
+    ],
+)
 def test_dropout_between_layers_is_traced(kind: type[nn.RNNBase], extractor: str) -> None:
     """A layer whose inputs are all dropped shows it without any randomness."""
     extraction = extract(step_of(kind, num_layers=3, dropout=1.0), extractor)

@@ -174,6 +174,7 @@ def test_ranks_may_be_new_processes_that_see_their_own_gpus() -> None:
     assert all_end([first[1], second[1]])
 
 
+@pytest.mark.slow  # fast where ranks are forks
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [("fail", "^rank 1 cannot$"), ("die", "died"), ("hang", "did not answer for 0.5 s")],
@@ -238,7 +239,13 @@ def test_the_numbers_of_ranks_to_calibrate_are_few() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("transport", [SMALL, NEW], ids=["forks", "new processes"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param(SMALL, id="forks"),
+        pytest.param(NEW, id="new processes", marks=pytest.mark.slow),
+    ],
+)
 def test_all_reduces_are_timed_for_every_size_and_number_of_ranks(transport: Transport) -> None:
     measured = measure(transport, [SEAT] * 3, repeats=3)
     assert [each[:2] for each in measured.times] == [(2, 4), (2, 4096), (3, 4), (3, 4096)]

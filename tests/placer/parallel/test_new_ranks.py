@@ -95,6 +95,7 @@ def test_ranks_that_are_new_processes_load_the_target_and_take_turns(
     assert all_end(descendants() - before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [CORES[:1], on_gpus(1, ["cuda:0"])])
 def test_new_processes_that_load_another_model_or_die_give_a_reason(
     names: list[str], tmp_path: Path
@@ -107,6 +108,7 @@ def test_new_processes_that_load_another_model_or_die_give_a_reason(
     assert dead.failure == "a rank died"
 
 
+@pytest.mark.slow
 def test_a_rank_whose_gpu_is_full_gives_a_reason_and_the_others_continue(tmp_path: Path) -> None:
     with fake_cuda():
         trials = [
