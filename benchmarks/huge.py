@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from benchmarks.instances import Machine
 from benchmarks.large import Large, _inceptions, _layered, _moe, _nmt, _transformer
 from benchmarks.record import Effort, Part
-from benchmarks.simulator import cluster_of, flat_layered
+from benchmarks.simulator import flat_layered
 from benchmarks.tables import Table, spread
 from envs.problem import Problem
 from envs.simulator.bounds import lower_bound_ns
@@ -42,7 +43,8 @@ class Huge:
 
 
 def _million() -> Problem:
-    return Problem.of(flat_layered(1_000_000, 64, 1), cluster_of(8))
+    machine = Machine(devices=8, bandwidth_bytes_per_s=10e9)
+    return Problem.of(flat_layered(1_000_000, 64, 1), machine.cluster())
 
 
 def _of(name: str, make: Callable[..., Any], *sizes: Any, on: str, seconds: float = 30.0) -> Huge:
