@@ -22,7 +22,8 @@ from torch import Tensor
 
 from envs.executors.cores.arena import Arena
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
-from graphs.extract.program import Call, Ref, StepProgram, Value
+from graphs.extract.convert import MAYBE_COPIES
+from graphs.extract.program import VIEW, Call, Ref, StepProgram, Value
 from graphs.extract.recurrent import saves_workspace
 
 SPIN_NS: Final = 200_000
@@ -90,25 +91,40 @@ def slot_writers(program: StepProgram) -> set[int]:
     } - read
 
 
+def calls_of(program: StepProgram, instruction: Instruction) -> list[Call]:
+    """Return the calls of an instruction, views first."""
+    match instruction:
+        case Run(call, views):
+            return [program.calls[c] for c in (*views, call)]
+        case Give(_, views):
+            return [program.calls[c] for c in views]
+        case _:
+            return []
+
+
+def may_share(call: Call) -> bool:
+    """Return whether a result, a value of its own, may lie in memory of what the call reads."""
+    return call.op != VIEW and (call.shows_part or call.target.split(".")[1] in MAYBE_COPIES)
+
+
 def sums_in_place(program: StepProgram, instructions: Sequence[Instruction]) -> dict[int, int]:
     """Return {sum: the operand whose memory takes it}.
 
     Autograd adds up gradients in place, too. An operand is taken if an operator that returns new
-    memory made it on this device, all of that memory is its own, and nothing reads it afterwards.
+    memory made it on this device, all of that memory is its own, no part of it is a value, and
+    nothing reads it afterwards.
     """
-    values, last, fresh = program.values, dict[int, int](), set[int]()
+    values, last = program.values, dict[int, int]()
+    fresh, shown = set[int](), set[int]()
     for position, instruction in enumerate(instructions):
-        match instruction:
-            case Run(index, views):
-                call = program.calls[index]
-                reads = [v for c in (*views, index) for v in program.calls[c].reads]
-                fresh.update(call.made if call.target in INTO_SLOT else ())
-            case Send(value):
-                reads = [value]
-            case _:
-                reads = []
+        calls = calls_of(program, instruction)
+        reads = [value for call in calls for value in call.reads]
+        if isinstance(instruction, Send):
+            reads = [instruction.value]
+        fresh.update(value for call in calls if call.target in INTO_SLOT for value in call.made)
+        shown.update(v for call in calls if may_share(call) for v in program.roots(call.reads))
         last |= dict.fromkeys(program.roots(reads), position)
-    fresh -= set(program.roots(result.value for result in program.results))
+    fresh -= {*shown, *program.roots(result.value for result in program.results)}
 
     def is_free(operand: int, made: Value, position: int) -> bool:
         own = values[operand]
@@ -207,24 +223,15 @@ class CompiledList:
         for value in self.made:
             self.table.pop(value, None)
 
-    def _calls(self, instruction: Instruction) -> list[Call]:
-        match instruction:
-            case Run(call, views):
-                return [self.program.calls[c] for c in (*views, call)]
-            case Give(_, views):
-                return [self.program.calls[c] for c in views]
-            case _:
-                return []
-
     def _writes(self, instruction: Instruction) -> list[int]:
         if isinstance(instruction, Receive):
             return [instruction.value]
-        return [value for call in self._calls(instruction) for value in call.made]
+        return [value for call in calls_of(self.program, instruction) for value in call.made]
 
     def _reads(self, instruction: Instruction) -> list[int]:
         if isinstance(instruction, Send):
             return [instruction.value]
-        reads = [value for call in self._calls(instruction) for value in call.reads]
+        reads = [value for call in calls_of(self.program, instruction) for value in call.reads]
         if isinstance(instruction, Give):
             value = self.program.results[instruction.result].value
             reads.append(self.whole.get(instruction.result, value))
@@ -245,7 +252,7 @@ class CompiledList:
 
     def _step(self, instruction: Instruction, dying: list[int]) -> Callable[[dict[int, Any]], None]:
         names: dict[str, Any] = {}
-        lines = [self._source(call, names) for call in self._calls(instruction)]
+        lines = [self._source(call, names) for call in calls_of(self.program, instruction)]
         match instruction:
             case Send(value, destinations):
                 names |= {"slot": self.arena.value(value), "signal": self.signals.send}
@@ -278,7 +285,8 @@ class CompiledList:
             names[target] = torch.enable_grad()(names[target])  # else the kernel saves nothing
         taken = self.in_place.get(call.made[0]) if call.made and not in_slot else None
         if taken is not None:
-            (added,) = {argument.value for argument in call.args} - {taken} or {taken}
+            others = [each.value for each in call.args if each.value != taken]
+            added = others[0] if others else taken  # x + x
             return f"V[{call.outputs[0]}] = V[{taken}].add_(V[{added}])"
         arguments = [self._argument(argument, names) for argument in call.args]
         if call.target == BY_STRIDES:

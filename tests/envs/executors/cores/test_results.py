@@ -205,6 +205,43 @@ def test_a_sum_takes_the_memory_of_an_operand_that_nothing_else_reads() -> None:
     assert_same(found, expected)
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "select": lambda h: h[0],
+    "slice": lambda h: h[:, :2],
+    "split": lambda h: h.split(3, -1)[1],
+    "chunk": lambda h: h.chunk(2, -1)[0],
+    "unbind": lambda h: h.unbind(0)[1],
+    "diagonal": lambda h: h.diagonal(),
+    "part of a part": lambda h: h[1:].t()[2],
+    "reshaped": lambda h: h.t().reshape(-1),
+    "flat": lambda h: h.flatten(),
+    "real": lambda h: torch.view_as_real(torch.view_as_complex(h.view(6, 3, 2)))[..., 0],
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_sum_leaves_an_operand_of_which_a_part_is_still_read(kind: str, training: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.linspace(0.5, 2.0, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = x * self.factor
+            part = PARTS[kind](h)
+            total = h + x.exp()  # would overwrite the part
+            return total.sin(), part * 2
+
+    loss = (lambda outputs, _: outputs[0].sum() + outputs[1].sin().sum()) if training else None
+    inputs = (torch.randn(6, 6), torch.zeros(1)) if training else (torch.randn(6, 6),)
+    extraction = extract(Workload(Model(), inputs, loss=loss, training=training))
+    found = run(extraction, [single_list(extraction.program)])
+    expected = eager(extraction.step)
+    assert_same(found.output, expected.output)
+    assert_same(found.gradients, expected.gradients)
+
+
 def test_a_sum_in_a_result_or_after_it_was_sent_leaves_its_operands() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
