@@ -80,8 +80,9 @@ class _MovingThread(ModuleCalls):
     """Moves the thread that runs a step to the cores of the module whose code it runs.
 
     The backward pass runs nodes of autograd in reverse of the order in which they were made, so it
-    moves where the forward pass did: at the inputs and outputs of calls. Threads that the model
-    itself starts stay where they begin.
+    moves where the forward pass did: at the inputs and outputs of calls. A backward pass that the
+    caller runs, not :meth:`ModulesOnCores.step`, and threads that the model itself starts stay
+    where they begin.
     """
 
     def __init__(self, step: Workload, cores: Mapping[str, Cores]) -> None:
@@ -94,7 +95,6 @@ class _MovingThread(ModuleCalls):
         self._moving: int | None = None  # the thread that moves at present
         self._now: Cores = ()
         self._claimed: set[Node] = set()
-        self._in_backward = ExitStack()  # of a backward pass outside of placed()
         self._hooks = ExitStack()
         if len(set(self._cores.values())) > 1:
             self._hooks.enter_context(self.followed())
@@ -106,16 +106,14 @@ class _MovingThread(ModuleCalls):
     def close(self) -> None:
         """Remove the hooks."""
         self._hooks.close()
-        self._in_backward.close()
 
     @contextmanager
     def placed(self) -> Iterator[None]:
         """Run a forward pass, or a whole step, in this context; it may be nested."""
-        self._in_backward.close()  # a backward pass that failed has left it open
         if self._moving is not None:
             yield
             return
-        allowed = os.sched_getaffinity(0)
+        allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
         self.stack.clear()  # hooks are not called on Ctrl-C
         with with_threads(len(self._cores[""])):
             self._moving = threading.get_ident()
@@ -126,6 +124,8 @@ class _MovingThread(ModuleCalls):
                 self._moving, self._now = None, ()
                 self._claimed.clear()
                 os.sched_setaffinity(0, allowed)
+                if torch.get_num_threads() != threads:
+                    torch.set_num_threads(threads)
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Move to the cores of the call."""
@@ -157,8 +157,5 @@ class _MovingThread(ModuleCalls):
                 node.register_prehook(partial(self._differentiate, path))
 
     def _differentiate(self, path: str, *_: object) -> None:
-        if self._moving is None:  # the caller runs the backward pass: move back when it ends
-            self._in_backward.enter_context(self.placed())
-            torch.autograd.Variable._execution_engine.queue_callback(self._in_backward.close)
         if self._moving == threading.get_ident():
             self._move(path)

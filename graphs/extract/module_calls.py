@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class ModuleCalls:
 
     def __init__(self, step: Workload) -> None:
         self._paths = module_paths(step)
-        self._counts: Counter[nn.Module] = Counter()
+        self._counts = WeakKeyDictionary[nn.Module, int]()  # hooks are on copies of models, too
         self._outermost = ModuleCall("", -1, "loss", is_leaf=False)
         self._threads = threading.local()
 
@@ -86,8 +87,9 @@ class ModuleCalls:
 
     def _before(self, path: str, module: nn.Module, args: Any, keywords: Any) -> None:
         is_leaf = next(module.children(), None) is None
-        call = ModuleCall(path, self._counts[module], type(module).__name__, is_leaf)
-        self._counts[module] += 1
+        number = self._counts.get(module, 0)
+        call = ModuleCall(path, number, type(module).__name__, is_leaf)
+        self._counts[module] = number + 1
         self.stack.append(call)
         self.entered(call, (args, keywords))
 

@@ -146,14 +146,14 @@ class _Search:
         def report(share: float, text: str) -> None:
             request.report(self.began + (end - self.began) * share, f"groups: {text}")
 
+        if self._until(end) is None:
+            return
         level = level_above(request.problem)
         budget = self._until(end)
         if budget is None:
             return
-        of_groups = replace(
-            request, problem=level.problem, budget=budget, progress=report, search_trace=None
-        )
-        found = placer.place(of_groups)
+        of_ops = replace(request, budget=budget, progress=report, search_trace=None, start=None)
+        found = placer.place(replace(of_ops, problem=level.problem))
         if budget.evaluations is not None:
             self.meter.spend(budget.evaluations)
         for start in level.starts(found, self.evaluator):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,9 +171,10 @@ def test_errors_and_interrupts_are_those_of_the_model_and_leave_it_usable(
     with pytest.raises(error, match="out of luck"):
         placed.step(*batch())
     assert os.sched_getaffinity(0) == set(CORES)
-    if backward:  # outside of the step nothing but the next one can bring the thread back
+    if backward:  # by the caller
         with pytest.raises(error):
             torch.autograd.backward(placed(*batch()))
+        assert os.sched_getaffinity(0) == set(CORES)
     hook.remove()
     placed.zero_grad()
     torch.manual_seed(3)
@@ -180,6 +183,15 @@ def test_errors_and_interrupts_are_those_of_the_model_and_leave_it_usable(
     twin = step_copy(placed._step).model  # hooks of copies do nothing
     torch.manual_seed(3)
     assert torch.equal(loss, tiny_models.squared(twin(batch()[0]), batch()[1]))
+
+
+def test_copies_of_a_placed_model_are_not_kept(placed: ModulesOnCores) -> None:
+    copied = copy.deepcopy(placed._step.model)
+    copied(batch()[0])
+    seen = weakref.ref(copied)
+    del copied
+    gc.collect()
+    assert seen() is None
 
 
 def test_torch_has_a_thread_for_each_core_of_a_set() -> None:
@@ -195,6 +207,17 @@ def test_torch_has_a_thread_for_each_core_of_a_set() -> None:
         placed.step(*batch())
     assert seen == {"Linear": (2, 2), "BatchNorm1d": (1, 1)}
     assert torch.get_num_threads() == 1
+
+
+def test_torch_has_as_many_threads_after_a_step_as_before() -> None:
+    step = foreign()
+    torch.set_num_threads(2)
+    try:
+        with ModulesOnCores(extract(step, "modules"), {"": CORES, "layer": FIRST}) as placed:
+            placed.step(*batch())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_on_one_core_and_after_closing_there_are_no_hooks() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -80,3 +82,5 @@ def test_a_search_by_levels_repeats_and_is_never_worse_than_the_heuristics(
     assert found[0].step_ns == again[0].step_ns
     best = min(candidate.step_ns for candidate in heuristics(Evaluator(problem)))
     assert found[0].step_ns < best
+    onward = Portfolio().place(replace(request, start=found[0]))  # of the ops, not of the groups
+    assert onward[0].step_ns <= found[0].step_ns

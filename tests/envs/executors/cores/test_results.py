@@ -208,7 +208,7 @@ def test_a_sum_takes_the_memory_of_an_operand_that_nothing_else_reads() -> None:
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "select": lambda h: h[0],
     "slice": lambda h: h[:, :2],
-    "split": lambda h: h.split(3, -1)[1],
+    "split": lambda h: torch.split(h, 3, -1)[1],
     "chunk": lambda h: h.chunk(2, -1)[0],
     "unbind": lambda h: h.unbind(0)[1],
     "diagonal": lambda h: h.diagonal(),
