@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## place NASNet-A, and in one line Inception-V3, on two cores of this machine, really measured
 	@mkdir -p $(OUT)
-	$(BIN)/placer optimize graphs/models/nasnet.py:build --devices core:0,core:1 --budget 5s \
+	$(BIN)/placer optimize graphs/models/nasnet.py:build --devices core:0,core:1 --budget 5s --measure-budget 15s \
 		--out $(OUT)/placement.json --report $(OUT)/report.html
 	@printf '\nInception-V3. '
 	@$(BIN)/placer optimize graphs/models/inception.py:build --inference --devices core:0,core:1 --budget 2s --quiet \

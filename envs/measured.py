@@ -9,10 +9,11 @@ the CPU-clock time is more accurate. How a step is run is up to an :class:`Execu
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Final, Protocol
 
 import numpy as np
@@ -103,13 +104,26 @@ class Measured:
         executor: runs the steps; it is closed with the backend.
         rounds: counted turns of every candidate.
         warm_up: uncounted rounds.
+        seconds: wall time of an evaluation: after ``FEWEST_ROUNDS`` no round begins that would end
+            later if it took as long as the round before.
+        clock: returns the wall time in seconds.
     """
 
-    def __init__(self, executor: Executor, *, rounds: int = 7, warm_up: int = 1) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        rounds: int = 7,
+        warm_up: int = 1,
+        seconds: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.executor = executor
         self.problem = executor.problem
         self.rounds = rounds
         self.warm_up = warm_up
+        self.seconds = seconds
+        self._clock = clock
         self.interrupted = False
         self._simulator = Simulator(self.problem)
 
@@ -126,7 +140,7 @@ class Measured:
     def evaluate(
         self, placements: Sequence[Placement], progress: ProgressCallback | None = None
     ) -> list[StepResult]:
-        """Run placements in turn, ``rounds`` times each after the warm-up.
+        """Run placements in turn, at most ``rounds`` times each after the warm-up.
 
         ``progress`` is called with (runs done, total runs). A placement that cannot be run, or that
         belongs to another graph or cluster, is recorded as a failure; the others continue. If the
@@ -134,12 +148,13 @@ class Measured:
         are failures. Ctrl-C also ends the measurement early: ``interrupted`` is set, and incomplete
         rounds do not count.
         """
+        end_s = self._clock() + self.seconds
         with ExitStack() as loaded:
             steps = [self._loaded(placement) for placement in placements]
             for step in steps:
                 if not isinstance(step, Failure):
                     loaded.callback(step.close)
-            runs = self._run_rounds(steps, progress)
+            runs = self._run_rounds(steps, end_s, progress)
         complete = min((len(each.steps) for each in runs if not each.failure), default=self.rounds)
         measurements = [each.measurement(complete) for each in runs]
         is_contended = contended(measurements)
@@ -174,17 +189,25 @@ class Measured:
         return self.executor.load(placement)
 
     def _run_rounds(
-        self, steps: Sequence[LoadedStep | Failure], progress: ProgressCallback | None
+        self,
+        steps: Sequence[LoadedStep | Failure],
+        end_s: float,
+        progress: ProgressCallback | None,
     ) -> list[_Runs]:
-        """Run steps in turn, until all rounds are done or Ctrl-C or lost devices end it."""
+        """Run steps in turn, until all rounds are done or time, Ctrl-C or lost devices end it."""
         runs = [_Runs(step) for step in steps]
-        rounds = range(self.warm_up + self.rounds)
+        rounds, round_s = self.warm_up + self.rounds, 0.0
         self.interrupted = False
         try:
-            for done, (number, turn) in enumerate(product(rounds, range(len(runs))), start=1):
-                runs[(turn + number) % len(runs)].run(counted=number >= self.warm_up)
-                if progress is not None:
-                    progress(done, len(rounds) * len(runs))
+            for number in range(rounds):
+                began_s = self._clock()
+                if number >= self.warm_up + FEWEST_ROUNDS and began_s + round_s > end_s:
+                    break
+                for turn in range(len(runs)):
+                    runs[(turn + number) % len(runs)].run(counted=number >= self.warm_up)
+                    if progress is not None:
+                        progress(number * len(runs) + turn + 1, rounds * len(runs))
+                round_s = self._clock() - began_s
         except KeyboardInterrupt:
             self.interrupted = True
         except DevicesLostError as error:

@@ -92,20 +92,25 @@ class Runtime(Protocol):
         ...
 
     def backend(
-        self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
+        self,
+        problem: Problem,
+        predicted_s: Sequence[float] = (),
+        *,
+        rounds: int | None = None,
+        seconds: float = math.inf,
     ) -> Measured:
         """Return a backend that runs placements; close it after use.
 
         Timeouts follow from the longest of the predicted step times, the number of rounds, unless
-        given, from the first.
+        given, from the first. Rounds are fewer where ``seconds`` are over, see
+        :class:`envs.measured.Measured`.
         """
         ...
 
-    def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
+    def final_rounds(self, step_s: Sequence[float]) -> int:
         """Return in how many rounds the fastest of the candidates that ran shall run once more.
 
-        ``step_s`` are their measured steps, ``most_s`` is the time that all rounds may take. 0
-        where the first rounds suffice.
+        ``step_s`` are their measured steps. 0 where the first rounds suffice.
         """
         ...
 

@@ -53,6 +53,24 @@ def worth_running(
     return chosen + [i for i in always if i not in chosen]
 
 
+def without_slower_singles(candidates: Sequence[Candidate], chosen: Sequence[int]) -> list[int]:
+    """Return the chosen ones without single devices that are predicted to lose to the model itself.
+
+    That is the unplaced model on one device, which is one of the chosen.
+    """
+    unplaced = [candidates[i] for i in chosen if candidates[i].is_unplaced]
+    unplaced_s = min(
+        (each.predicted_s for each in unplaced if each.is_on_one_device), default=np.inf
+    )
+    return [
+        i
+        for i in chosen
+        if not candidates[i].is_single
+        or candidates[i].kind is Kind.WARM_START
+        or candidates[i].predicted_s < unplaced_s
+    ]
+
+
 def has_headroom(candidates: Sequence[Candidate], lower_bound_s: float) -> bool:
     """Return whether the lower bound lets a placement beat the best single device."""
     singles = [each.predicted_s for each in candidates if each.is_single]

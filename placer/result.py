@@ -49,6 +49,7 @@ class Result:
     trouble: str = ""  # why nothing could be run
     measuring_s: float = 0.0  # time spent on running candidates
     mispredicted: Candidate | None = None  # for which costs were fitted
+    unconfirmed: bool = False  # few rounds decided, for want of time
 
     def __str__(self) -> str:
         """Return the chosen candidate and the verdict."""
@@ -192,6 +193,8 @@ class Result:
             )
         ]
         remarks.append(messages.busy_machine(self.candidates, contended=contended))
+        if self.unconfirmed:
+            remarks.append(messages.few_rounds(best))
         if single is not None and not (best.is_unplaced or single.is_unplaced):
             remarks.append(messages.impossible_gain(self.speedup, single, self.lower_bound_s))
         remarks.append(messages.tie(best, self.candidates, contended=contended))

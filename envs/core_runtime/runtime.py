@@ -176,7 +176,12 @@ class CoreRuntime:
         return WorkerMemory(self.extraction.program)
 
     def backend(
-        self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
+        self,
+        problem: Problem,
+        predicted_s: Sequence[float] = (),
+        *,
+        rounds: int | None = None,
+        seconds: float = math.inf,
     ) -> Measured:
         """Return a backend of worker processes, or of the model's own code in this one."""
         executor = CoreExecutor(
@@ -187,11 +192,11 @@ class CoreRuntime:
             step_timeout_s=60.0 + 100.0 * max(predicted_s, default=0.0),
         )
         rounds = rounds or rounds_for(predicted_s[0] if predicted_s else 0.0)
-        return Measured(executor, rounds=rounds)
+        return Measured(executor, rounds=rounds, seconds=seconds)
 
-    def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
-        """Return how many rounds take ``FINAL_S``, or ``most_s`` where that is less; 5 to 21."""
-        rounds = min(FINAL_S, most_s) / max(sum(map(turn_s, step_s)), 1e-9)
+    def final_rounds(self, step_s: Sequence[float]) -> int:
+        """Return how many rounds take ``FINAL_S``, 5 to 21."""
+        rounds = FINAL_S / max(sum(map(turn_s, step_s)), 1e-9)
         return int(min(max(rounds, FEWEST_FINAL_ROUNDS), MOST_FINAL_ROUNDS))
 
     def joined(self, cluster: Cluster) -> Cluster | None:

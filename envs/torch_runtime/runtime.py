@@ -119,7 +119,12 @@ class TorchRuntime:
         """Return None: devices report the memory of tensors, which the simulator predicts."""
 
     def backend(
-        self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
+        self,
+        problem: Problem,
+        predicted_s: Sequence[float] = (),
+        *,
+        rounds: int | None = None,
+        seconds: float = math.inf,
     ) -> Measured:
         """Return a backend that runs a placed or hooked module in this process, or workers."""
         timeout_s = 600.0 + 300.0 * max(predicted_s, default=0.0)
@@ -137,9 +142,9 @@ class TorchRuntime:
                 timeout_s=timeout_s,
                 overlap=self.overlap,
             )
-        return Measured(executor, rounds=rounds or DEFAULT_ROUNDS)
+        return Measured(executor, rounds=rounds or DEFAULT_ROUNDS, seconds=seconds)
 
-    def final_rounds(self, step_s: Sequence[float], most_s: float = math.inf) -> int:
+    def final_rounds(self, step_s: Sequence[float]) -> int:
         """Return 0: weights move at each change of candidates, and steps vary little."""
         return 0
 

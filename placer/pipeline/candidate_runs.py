@@ -18,6 +18,7 @@ from placer.choose import (
     finalists,
     has_headroom,
     runs_contended,
+    without_slower_singles,
     worth_running,
 )
 from placer.interrupt import Interrupt
@@ -40,14 +41,15 @@ UNCOUNTED_RUNS: Final = 2
 class CandidateRuns:
     """Runs candidates on the devices of a runtime, or on the user's own backend.
 
-    Its runs take ``seconds`` of wall time, at most twice as long, unless the baselines and one
-    placement need more.
+    Its runs take ``seconds`` of wall time, unless the baselines and one placement need more for
+    the fewest rounds. ``unconfirmed`` tells whether these decided, for want of time.
     """
 
     backend: Runtime | Backend
     interrupt: Interrupt
     progress: Progress
     seconds: float = math.inf
+    unconfirmed: bool = False
     _spent_s: float = 0.0
 
     @property
@@ -60,22 +62,32 @@ class CandidateRuns:
     ) -> list[Candidate]:
         """Run the best candidates and the best single devices; return all with measurements.
 
-        Half of the time is left for :meth:`final`. Where the lower bound leaves no headroom over a
-        single device, only the baselines are run.
+        Half of the time is left for :meth:`final`, if there is one. Where the lower bound leaves no
+        headroom over a single device, only the baselines are run. Where time is short, a single
+        device that is predicted to be slower than the model itself on one device is not run.
         """
         counts = range(MEASURED_CANDIDATES, 0, -1)
         if not has_headroom(candidates, lower_bound_s):
             counts = range(1)
-        for count in counts:
-            chosen = worth_running(candidates, problem.cluster, count)
+        options = [worth_running(candidates, problem.cluster, count) for count in counts]
+        options.append(without_slower_singles(candidates, options[-1]))
+        for chosen in options:
             steps_s = [candidates[i].predicted_s for i in chosen]
             needed_s = _run_s(steps_s, FEWEST_ROUNDS)
             if needed_s <= self.left_s / 2:
                 break
-        else:
-            if chosen and needed_s - STARTING_S > self.left_s / 2:
-                self.progress.remark(long_runs(needed_s, self.seconds))
-        return self._run(problem, candidates, chosen) if chosen else list(candidates)
+        if not chosen:
+            return list(candidates)
+        if needed_s > self.left_s:
+            self.progress.remark(long_runs(needed_s, max(self.left_s, 0.0)))
+        most_s = self.left_s / 2 if self._final_rounds(steps_s) else self.left_s
+        return self._run(problem, candidates, chosen, seconds=most_s)
+
+    def has_time_for_further(self, before: Sequence[Candidate]) -> bool:
+        """Return whether one more placement could run beside the best of those that ran."""
+        kept = _kept(before)
+        steps_s = [each.predicted_s for each in kept]
+        return self._fit([*steps_s, min(steps_s, default=0.0)])
 
     def further(
         self, problem: Problem, before: list[Candidate], found: Sequence[Candidate]
@@ -85,22 +97,18 @@ class CandidateRuns:
         Runs are only compared with runs of the same rounds: if these do not end, those of
         ``before``, the candidates of the first search, count.
         """
-        ran = [each for each in before if each.measurement and each.can_run]
-        several = [each for each in ran if not (each.is_single or each.is_unplaced)]
-        best = choose(several or ran)
-        always = (Kind.UNPLACED, Kind.WARM_START)
-        kept = [each for each in ran if each is best or each.is_single or each.kind in always]
+        kept = _kept(before)
         both = [*(replace(each, name=f"{each.name}, fitted") for each in found), *kept]
-        if _run_s([each.predicted_s for each in both], FEWEST_ROUNDS) > self.left_s / 2:
+        if not self._fit([each.predicted_s for each in both]):
             return before
         try:
-            after = self._run(problem, both, range(len(both)))
+            after = self._run(problem, both, range(len(both)), seconds=self.left_s / 2)
         except (WorkerError, DevicesLostError, OSError):
             return before
         if self.interrupt.requested:
             return before
         others = [each for each in before if each not in kept]
-        others = [replace(each, measurement=None) if each in ran else each for each in others]
+        others = [replace(each, measurement=None) if each.can_run else each for each in others]
         return sorted([*after, *others], key=lambda each: each.predicted_s)
 
     def final(self, problem: Problem, before: list[Candidate]) -> list[Candidate]:
@@ -109,7 +117,8 @@ class CandidateRuns:
         The fastest of several candidates was also the luckiest: its times in new rounds are not
         biased. Workers differ from those started before them by more than rounds do, since their
         memory lies elsewhere: each half of the rounds has workers of its own. Where time is short,
-        the only placement was not chosen by luck: its first rounds are the first half.
+        rounds are fewer, then workers start once only, then nothing runs again. With one start, the
+        only placement was not chosen by luck: its first rounds are the first half.
         Only runs of these rounds are compared; the other candidates are eliminated. The
         rounds of ``before`` count if the new ones do not end, other processes disturb them, or a
         candidate fails in them. A user's own backend runs nothing again.
@@ -118,25 +127,27 @@ class CandidateRuns:
             return before
         kept = finalists(before)
         steps_s = [each.ranking_s(contended=False) for each in kept]
-        rounds = self.backend.final_rounds(steps_s, self.left_s - FINAL_STARTS * _run_s(steps_s, 0))
-        if not kept or not rounds:
-            return before
-        starts, rounds = self._final_starts(steps_s, -(-rounds // FINAL_STARTS))
+        rounds = -(-self._final_rounds(steps_s) // FINAL_STARTS)
+        starts = self._final_starts(steps_s) if kept and rounds else 0
         if not starts:
+            self.unconfirmed = any(_rounds(each) <= FEWEST_ROUNDS for each in kept)
             return before
         self.progress.stage("Running the fastest once more")
         again: dict[Candidate, Candidate] = {}
         if starts < FINAL_STARTS and len(_placements_that_ran(before)) == 1:
             again = dict(zip(kept, kept, strict=True))
-        for _ in range(starts):
+        for left in range(starts, 0, -1):
+            seconds = self.left_s / left
             try:
-                after = self._run(problem, kept, range(len(kept)), rounds)
+                after = self._run(problem, kept, range(len(kept)), rounds, seconds=seconds)
             except (WorkerError, DevicesLostError, OSError):
                 return before
             if self.interrupt.requested or runs_contended(after):
                 return before
             for each, new in zip(kept, after, strict=True):
                 again[each] = _joined(again[each], new) if each in again else new
+            rounds = min([rounds, *(_rounds(each) for each in after if each.can_run)])
+        self.unconfirmed = any(_rounds(each) <= FEWEST_ROUNDS for each in again.values())
         if failed := {each: again[each] for each in kept if again[each].failure}:
             return [failed.get(each, each) for each in before]
         return [
@@ -144,15 +155,17 @@ class CandidateRuns:
             for each in before
         ]
 
-    def _final_starts(self, steps_s: Sequence[float], rounds: int) -> tuple[int, int]:
-        """Return how often workers start for the last runs, in how many rounds each time.
+    def _final_rounds(self, steps_s: Sequence[float]) -> int:
+        return 0 if isinstance(self.backend, Backend) else self.backend.final_rounds(steps_s)
 
-        Fewer than ``FINAL_STARTS`` where these would take 1.5 times the time of all runs, and none
-        where a few rounds alone would take that time.
-        """
-        if FINAL_STARTS * _run_s(steps_s, rounds) <= self.left_s + self.seconds / 2:
-            return FINAL_STARTS, rounds
-        return int(_run_s(steps_s, FEWEST_ROUNDS) <= self.seconds), FEWEST_ROUNDS
+    def _final_starts(self, steps_s: Sequence[float]) -> int:
+        """Return how often workers start for the last runs: as often as the fewest rounds fit."""
+        needed_s = _run_s(steps_s, FEWEST_ROUNDS)
+        return next((n for n in range(FINAL_STARTS, 0, -1) if n * needed_s <= self.left_s), 0)
+
+    def _fit(self, steps_s: Sequence[float]) -> bool:
+        """Return whether the fewest rounds take half of the rest of the time at most."""
+        return _run_s(steps_s, FEWEST_ROUNDS) <= self.left_s / 2
 
     def _run(
         self,
@@ -160,8 +173,10 @@ class CandidateRuns:
         candidates: Sequence[Candidate],
         chosen: Sequence[int],
         rounds: int | None = None,
+        *,
+        seconds: float = math.inf,
     ) -> list[Candidate]:
-        """Run the chosen ones of some candidates in turn."""
+        """Run the chosen ones of some candidates in turn, within ``seconds`` if possible."""
         began = time.perf_counter()
         placements = [candidates[i].placement for i in chosen]
         advance = counter(self.progress)
@@ -170,7 +185,9 @@ class CandidateRuns:
             interrupted = getattr(self.backend, "interrupted", False)
         else:
             predicted_s = [candidates[i].predicted_s for i in chosen]
-            with self.backend.backend(problem, predicted_s, rounds=rounds) as measured:
+            with self.backend.backend(
+                problem, predicted_s, rounds=rounds, seconds=seconds
+            ) as measured:
                 results = measured.evaluate(placements, advance)
                 interrupted = measured.interrupted
         self.interrupt.requested |= interrupted
@@ -185,6 +202,19 @@ class CandidateRuns:
 def _run_s(steps_s: Sequence[float], rounds: int) -> float:
     """Return about how long runs of steps take, with the start and the uncounted runs."""
     return STARTING_S + sum(UNCOUNTED_RUNS * step_s + rounds * turn_s(step_s) for step_s in steps_s)
+
+
+def _kept(before: Sequence[Candidate]) -> list[Candidate]:
+    """Return what runs again beside a second search: the best placement and the baselines."""
+    ran = [each for each in before if each.measurement and each.can_run]
+    several = [each for each in ran if not (each.is_single or each.is_unplaced)]
+    best = choose(several or ran)
+    always = (Kind.UNPLACED, Kind.WARM_START)
+    return [each for each in ran if each is best or each.is_single or each.kind in always]
+
+
+def _rounds(candidate: Candidate) -> int:
+    return 0 if candidate.measurement is None else len(candidate.measurement.wall_s)
 
 
 def _placements_that_ran(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -106,6 +106,7 @@ class _Optimization:
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
     search_trace: SearchTrace = field(default_factory=SearchTrace)
     mispredicted: Candidate | None = None
+    unconfirmed: bool = False
     trouble: str = ""
 
     def run(self) -> Result:
@@ -161,6 +162,7 @@ class _Optimization:
         elif not self.search.interrupt.requested:
             self._calibrate(runs)
         self.candidates = runs.final(self.problem, self.candidates)
+        self.unconfirmed = runs.unconfirmed
         if fit := calibration_of(self.candidates, self.problem, self.unplaced, is_last=True):
             self._use(fit)
 
@@ -187,8 +189,10 @@ class _Optimization:
         fit = calibration_of(self.candidates, self.problem, self.unplaced)
         if fit is None or fit.mispredicted is None:
             return
-        search.progress.stage("Predictions were off: searching again with fitted costs")
         self._use(fit)
+        if not runs.has_time_for_further(self.candidates):
+            return
+        search.progress.stage("Predictions were off: searching again with fitted costs")
         budget = search.config.search_budget.part(REPEATED)
         found = search.candidates(self.problem, search_trace := SearchTrace(), budget)
         self.bounds_s = _bounds_s(found)
@@ -243,6 +247,7 @@ class _Optimization:
             if self.mispredicted is None
             else {kind: fitted_source(text) for kind, text in self.cost_source.items()},
             mispredicted=self.mispredicted,
+            unconfirmed=self.unconfirmed,
             search_trace=self.search_trace,
             trouble=self.trouble,
         ).with_times()

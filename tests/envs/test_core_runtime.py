@@ -23,7 +23,7 @@ from envs.executors.cores.memory import WorkerMemory
 from envs.executors.cores.pool import StepRun, WorkerPool
 from envs.hardware.cluster import Link
 from envs.hardware.discover import discover
-from envs.measured import Failure, Measured, TimedStep
+from envs.measured import FEWEST_ROUNDS, Failure, Measured, TimedStep
 from envs.measurement import MemoryExcess
 from envs.placement import Placement
 from envs.problem import Problem
@@ -322,3 +322,11 @@ def test_a_model_that_cannot_be_copied_is_measured_without_the_hand_over() -> No
         [seen] = measurements(measured.evaluate(candidates(problem)[:1]))
     assert seen.ok, seen.failure
     assert len(seen.wall_s) == 2
+
+
+def test_the_rounds_are_few_where_their_time_is_over() -> None:
+    extraction, problem = small_problem()
+    runtime = CoreRuntime(extraction, problem.cluster)
+    with runtime.backend(problem, rounds=7, seconds=0.0) as measured:
+        runs = measurements(measured.evaluate(candidates(problem)[:2]))
+    assert [len(each.wall_s) for each in runs] == 2 * [FEWEST_ROUNDS]

@@ -94,6 +94,19 @@ def test_candidates_take_turns_and_each_begins_a_round(setup: Setup) -> None:
         assert len(result.measurement.wall_s) == 3
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(18.0, 5), (17.9, 4), (1.0, 3), (1e9, 7)])
+def test_rounds_end_with_their_time_but_not_before_three(
+    setup: Setup, seconds: float, rounds: int
+) -> None:
+    executor, placements = setup
+    measured = Measured(
+        executor, rounds=7, seconds=seconds, clock=lambda: float(len(executor.runs))
+    )
+    results = measured.evaluate(placements)  # the warm-up and each round take 3 s
+    assert [len(each.wall_s) for each in measurements(results)] == 3 * [rounds]
+    assert len(executor.runs) == 3 * (1 + rounds)
+
+
 def test_the_unplaced_model_runs_in_the_same_rounds_on_its_own_device(setup: Setup) -> None:
     executor, placements = setup
     (device, *_) = executor.problem.cluster.devices

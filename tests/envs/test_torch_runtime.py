@@ -23,13 +23,13 @@ from envs.executors.torch.watchdog import STUCK
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Link
 from envs.hardware.discover import discover
-from envs.measured import Failure, Measured, TimedStep
+from envs.measured import FEWEST_ROUNDS, Failure, Measured, TimedStep
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.torch_runtime import TorchExecutor
 from envs.torch_runtime import executor as executor_module
-from envs.torch_runtime.runtime import launch_order
+from envs.torch_runtime.runtime import TorchRuntime, launch_order
 from graphs.costs import with_costs
 from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph, module_map
@@ -89,6 +89,14 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
     tiny_models.assert_same(tiny_models.state_of(step), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
+
+
+def test_the_rounds_are_few_where_their_time_is_over(small: Small) -> None:
+    step, problem, placements = small
+    runtime = TorchRuntime(extract(step), problem.cluster)
+    with runtime.backend(problem, rounds=7, seconds=0.0) as backend:
+        runs = measurements(backend.evaluate(placements))
+    assert [len(each.wall_s) for each in runs] == 3 * [FEWEST_ROUNDS]
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "vdev:0"), (2, "cpu")])

@@ -225,6 +225,14 @@ def result_of(candidates: list[Candidate]) -> Result:
     )
 
 
+def test_a_remark_says_that_few_rounds_decided() -> None:
+    result = result_of([candidate(HEFT, 1.0, [1.0, 1.0, 1.0]), candidate(SINGLE, 4.0)])
+    said = replace(result, unconfirmed=True).remarks
+    assert [each for each in said if each not in result.remarks] == [
+        "Only 3 rounds decided: a longer --measure-budget makes the answer surer."
+    ]
+
+
 def test_a_result_is_plain_data_for_machines() -> None:
     candidates = [
         candidate(HEFT, 1.0, [1.0, 1.5, 2.0]),
