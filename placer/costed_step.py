@@ -119,7 +119,7 @@ def _one_thread(given: Cluster, planned: Cluster) -> str:
 
     Without a host that is so for graphs of modules on cores, and for torch devices.
     """
-    same = [host.devices for host in given.hosts] == [host.devices for host in planned.hosts]
+    same = [{*host.devices} for host in given.hosts] == [{*host.devices} for host in planned.hosts]
     if same or is_core(given.names[0]):
         return ""
     return (

@@ -175,8 +175,9 @@ class _Profiler:
             bound(inputs.call, leaves(values, inputs.gradients), self.device)
             for values in turns(here, inputs.states, cache_bytes)
         ]
+        # a leaf cannot be written
         with torch.set_grad_enabled(bool(inputs.gradients) and not inputs.written):
-            forward_s = self._seconds(in_turn(works))  # a leaf cannot be written
+            forward_s = self._seconds(in_turn(works))
         del works
         if not inputs.gradients:
             return forward_s, 0.0
