@@ -103,6 +103,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         cluster = calibrated(cluster)
     planned = runtime.planned(cluster)
     progress.remark(_held_back(cluster, planned) if job.constraints.memory else "")
+    progress.remark(_one_thread(cluster, planned))
     progress.stage("Measuring op costs")
     return CostedStep(
         graph=costed(runtime, graph, cluster, progress=counter(progress)),
@@ -110,6 +111,20 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         warm_start=warm_start,
         extraction=extraction,
         runtime=runtime,
+    )
+
+
+def _one_thread(given: Cluster, planned: Cluster) -> str:
+    """Return that one thread runs devices whose file does not say so, "" if it does.
+
+    Without a host that is so for graphs of modules on cores, and for torch devices.
+    """
+    same = [{*host.devices} for host in given.hosts] == [{*host.devices} for host in planned.hosts]
+    if same or is_core(given.names[0]):
+        return ""
+    return (
+        f"One process runs all devices of {given.name}, so one thread issues their ops in the "
+        "simulation, too: a process for each takes a [[host]] of its own for every device."
     )
 
 

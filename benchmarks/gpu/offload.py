@@ -135,7 +135,8 @@ def fits(bench: Workbench, problem: Problem, devices: Ints, limit_bytes: int) ->
             for _ in range(2):
                 placed.zero_grad(set_to_none=True)
                 placed.step(*step.step_inputs, **step.keywords)
-            torch_devices.synchronize(names[0])
+            for name in names:
+                torch_devices.synchronize(name)
         return True
 
     return bool(torch_devices.unless_out_of_memory(work, names[0]))

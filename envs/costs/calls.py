@@ -4,40 +4,45 @@ The forward pass runs once on the host. On the way every call is timed alone on 
 kind, with only the tensors of that call there, so a device need not have room for the model. Calls
 that look alike (operator, shapes, strides, dtypes and plain arguments) are timed once. Of
 parameter updates the fused kernel is timed, on zeros.
+
+A call that is repeated finds what it reads in the cache of a GPU. In a step it does so only with
+what was just written: activations in the forward pass, gradients in the backward pass. So what else
+it reads, parameters or all that the forward pass read, is another copy in each repetition (see
+:func:`envs.costs.call_inputs.turns`). Emptying the cache between calls would slow activations, too,
+and would need a wait or an event at each call, as long as many kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.random import fork_rng
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
+from envs.costs.call_inputs import CallInputs, bound, in_turn, leaves, turns, walk
 from envs.costs.factors import classes_of
 from envs.costs.ops import node_signatures
 from envs.costs.torch_speeds import REPEATS, burst, calls_per_burst, seconds_per_call
-from envs.executors.torch.call_text import CallText
 from envs.executors.torch.updates import fused_update, updated_together
 from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Device
 from envs.hardware.discover import available_memory_bytes
-from envs.hardware.torch_devices import CPU, torch_device, unless_out_of_memory
+from envs.hardware.torch_devices import torch_device, unless_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
-from graphs.extract.export.forward import ForwardCall
 from graphs.extract.placeable import CallGraph
-from graphs.extract.program import Ref, values_in
 from graphs.optimizer import STATE, Optimizer
 
 HELD_SHARE: Final = 0.5
@@ -95,12 +100,12 @@ def profile_calls(
     backwards = backward_nodes(extraction, calls)
     total = len(extraction.forward.calls)
     with fork_rng(range(torch.cuda.device_count())):
-        for done, (call, values, gradients) in enumerate(_walk(extraction), 1):
+        for done, inputs in enumerate(walk(extraction), 1):
+            call = inputs.call
             if not call.is_free:
-                needing = gradients if call.key in backwards else frozenset()
-                inputs = _CallInputs(call, values, needing)
+                read = inputs if call.key in backwards else replace(inputs, gradients=frozenset())
                 for kind, profiler in profilers.items():
-                    costs[kind][call.key] = profiler.cost(inputs)
+                    costs[kind][call.key] = profiler.cost(read)
             if progress is not None:
                 progress(done, total)
         updates = {
@@ -140,42 +145,6 @@ def _by_node(
     return np.asarray(np.fmax(cost_s - launch_s, 0.0) + 0.0 * cost_s)  # nan stays nan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CallInputs:
-    """A call with the values it reads on the host, and which of them need a gradient."""
-
-    call: ForwardCall
-    values: Mapping[int, torch.Tensor]
-    gradients: frozenset[int]  # inputs that need one; empty where nothing is differentiated
-
-    @property
-    def written(self) -> frozenset[int]:
-        """Return the inputs that need a gradient and are written in place."""
-        schema = getattr(self.call.target, "_schema", None)
-        names = [
-            (i, a.name)
-            for i, a in enumerate(schema.arguments if schema is not None else ())
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        args, kwargs = self.call.args, self.call.kwargs
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in names]
-        return self.gradients.intersection(values_in(written))
-
-    def signature(self) -> object:
-        """Return a key that is equal for calls of equal cost."""
-        reads = tuple(
-            (tuple(t.shape), t.stride(), t.dtype, value in self.gradients)
-            for value in self.call.reads
-            for t in (self.values[value],)
-        )
-        order = {value: i for i, value in enumerate(self.call.reads)}
-        plain = tree_map(
-            lambda leaf: Ref(order[leaf.value]) if isinstance(leaf, Ref) else leaf,
-            (self.call.args, dict(self.call.kwargs)),
-        )
-        return self.call.target, reads, repr(plain)
-
-
 @dataclass(slots=True, eq=False)
 class _Profiler:
     """Times calls on one device in the dtype of the step, including casts of parameters."""
@@ -184,7 +153,7 @@ class _Profiler:
     dtype: str
     known: dict[object, CallTimes] = field(default_factory=dict)
 
-    def cost(self, inputs: _CallInputs) -> CallTimes:
+    def cost(self, inputs: CallInputs) -> CallTimes:
         signature = inputs.signature()
         if signature not in self.known:
             with timed_within_bounds(inputs.call.key, self.device):
@@ -193,21 +162,27 @@ class _Profiler:
             self.known[signature] = cost or (math.nan, math.nan)
         return self.known[signature]
 
-    def _unless_too_large(self, inputs: _CallInputs, most: int) -> CallTimes | None:
+    def _unless_too_large(self, inputs: CallInputs, most: int) -> CallTimes | None:
         return unless_out_of_memory(partial(self._timed, inputs, most), self.device)
 
-    def _timed(self, inputs: _CallInputs, most: int) -> CallTimes:
+    def _timed(self, inputs: CallInputs, most: int) -> CallTimes:
         written = bool(inputs.call.writes)
         here = {
             v: inputs.values[v].detach().to(self.device, copy=written) for v in inputs.call.reads
         }
+        cache_bytes = torch_devices.cache_bytes(self.device) if most > 1 else 0
+        works = [
+            bound(inputs.call, leaves(values, inputs.gradients), self.device)
+            for values in turns(here, inputs.states, cache_bytes)
+        ]
+        # a leaf cannot be written
+        with torch.set_grad_enabled(bool(inputs.gradients) and not inputs.written):
+            forward_s = self._seconds(in_turn(works))
+        del works
         if not inputs.gradients:
-            with torch.no_grad():
-                return self._seconds(_bound(inputs.call, here, self.device)), 0.0
-        leaves = _leaves(here, inputs.gradients)
-        with torch.set_grad_enabled(not inputs.written):  # a leaf cannot be written
-            forward_s = self._seconds(_bound(inputs.call, leaves, self.device))
-        return forward_s, self._backward_s(inputs, here, most)
+            return forward_s, 0.0
+        values_read = turns(here, inputs.call.reads, cache_bytes)
+        return forward_s, self._backward_s(inputs, values_read, most)
 
     def _seconds(self, work: Callable[[], object]) -> float:
         with self._autocast():
@@ -219,9 +194,13 @@ class _Profiler:
         return autocast(self.dtype, [self.device.type], keeps_casts=False)
 
     def _backward_s(
-        self, inputs: _CallInputs, here: Mapping[int, torch.Tensor], most: int
+        self, inputs: CallInputs, values: Sequence[Mapping[int, torch.Tensor]], most: int
     ) -> float:
-        """Return the median seconds of a pass in a burst of at most ``most``, 0 without one."""
+        """Return the median seconds of a pass in a burst of at most ``most``, 0 without one.
+
+        Passes read the ``values`` of the call in turn.
+        """
+        here = itertools.cycle(values)
         if self._backward_burst(inputs, here, 1) is None:
             return 0.0
         alone_s = self._backward_burst(inputs, here, 1) or 0.0
@@ -229,48 +208,48 @@ class _Profiler:
         if count > 1:
             free = torch_devices.free_bytes(self.device)
             room = HELD_SHARE * (available_memory_bytes() if free is None else free)
-            count = max(min(count, int(room / self._held_bytes(inputs, here))), 1)
+            count = max(min(count, int(room / self._held_bytes(inputs, values[0]))), 1)
         repeats = REPEATS if alone_s < LONG_S else FEWEST_REPEATS
         bursts = [self._backward_burst(inputs, here, count) or 0.0 for _ in range(repeats)]
         return float(np.median(bursts)) / count
 
     def _backward_burst(
-        self, inputs: _CallInputs, here: Mapping[int, torch.Tensor], count: int
+        self, inputs: CallInputs, here: Iterator[Mapping[int, torch.Tensor]], count: int
     ) -> float | None:
         """Return the seconds of ``count`` backward passes that autograd runs in one call.
 
         Each has its own leaves, so that no gradients are added up. None where no output of the call
         depends on a value that needs a gradient.
         """
-        passes = [self._differentiable(inputs, here) for _ in range(count)]
-        leaves = [leaf for own, _ in passes for leaf in own]
+        passes = [self._differentiable(inputs, next(here)) for _ in range(count)]
+        ends = [leaf for own, _ in passes for leaf in own]
         outputs = [output for _, own in passes for output in own]
         if not outputs:
             return None
         grads = [torch.ones_like(output) for output in outputs]
-        pull = partial(torch.autograd.grad, outputs, leaves, grads, allow_unused=True)
+        pull = partial(torch.autograd.grad, outputs, ends, grads, allow_unused=True)
         return burst(pull, [self.device], 1)
 
     def _differentiable(
-        self, inputs: _CallInputs, here: Mapping[int, torch.Tensor]
+        self, inputs: CallInputs, here: Mapping[int, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the leaves that need a gradient, and the outputs of the call that have one."""
-        leaves = _leaves(here, inputs.gradients)
+        own = leaves(here, inputs.gradients)
         with torch.enable_grad(), self._autocast():
-            read = {v: t.clone() if v in inputs.written else t for v, t in leaves.items()}
-            made = tree_leaves(_bound(inputs.call, read, self.device)())
+            read = {v: t.clone() if v in inputs.written else t for v, t in own.items()}
+            made = tree_leaves(bound(inputs.call, read, self.device)())
         outputs = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
-        return [leaves[v] for v in inputs.gradients], outputs
+        return [own[v] for v in inputs.gradients], outputs
 
-    def _held_bytes(self, inputs: _CallInputs, here: Mapping[int, torch.Tensor]) -> int:
+    def _held_bytes(self, inputs: CallInputs, here: Mapping[int, torch.Tensor]) -> int:
         """Return the bytes that a pass holds: outputs, saved tensors, gradients of both ends."""
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(_kept_in(saved), lambda tensor: tensor):
-            leaves, outputs = self._differentiable(inputs, here)
+            ends, outputs = self._differentiable(inputs, here)
         read = {tensor.untyped_storage()._cdata for tensor in here.values()}
         made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved + outputs}
-        ends = sum(tensor.nbytes for tensor in leaves + outputs)
-        return max(ends + sum(size for key, size in made.items() if key not in read), 1)
+        of_ends = sum(tensor.nbytes for tensor in ends + outputs)
+        return max(of_ends + sum(size for key, size in made.items() if key not in read), 1)
 
 
 def _kept_in(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -281,82 +260,6 @@ def _kept_in(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tens
         return tensor
 
     return keep
-
-
-def _leaves(
-    values: Mapping[int, torch.Tensor], gradients: frozenset[int]
-) -> dict[int, torch.Tensor]:
-    return {v: t.detach().requires_grad_(v in gradients) for v, t in values.items()}
-
-
-def _walk(
-    extraction: Extraction,
-) -> Iterator[tuple[ForwardCall, dict[int, torch.Tensor], frozenset[int]]]:
-    """Run the forward pass on the host; yield each call before it runs, and its live values."""
-    program = extraction.forward
-    values, needing = _sources(extraction)
-    last = {value: i for i, call in enumerate(program.calls) for value in call.reads}
-    for i, call in enumerate(program.calls):
-        read_needing = frozenset(call.reads) & needing
-        yield call, values, read_needing
-        with torch.no_grad(), autocast(extraction.step.dtype):
-            made = _bound(call, values, CPU)()
-        members = made if call.tuple_result else (made,)
-        for value, tensor in zip(call.outputs, members, strict=True):
-            if value is not None:
-                values[value] = tensor
-                if read_needing and _differentiable(call, tensor):
-                    needing.add(value)
-        for value in call.reads:
-            if last[value] == i:
-                del values[value]
-
-
-def _differentiable(call: ForwardCall, output: torch.Tensor) -> bool:
-    """Return whether gradients flow from an output back into the call."""
-    without_grad = call.op == "detach" or (call.args and call.args[0] is False)
-    return not without_grad and (output.is_floating_point() or output.is_complex())
-
-
-def _sources(extraction: Extraction) -> tuple[dict[int, torch.Tensor], set[int]]:
-    """Return the values before the first call (copied if written), and those needing a gradient."""
-    program, step = extraction.forward, extraction.step
-    written = frozenset().union(*(call.writes for call in program.calls))
-    state = step.named_state()
-    leaves = tree_leaves((step.step_inputs, dict(step.keywords)))
-    values: dict[int, torch.Tensor] = {}
-    needing: set[int] = set()
-    for source in program.sources:
-        if source.role == "input":
-            tensor = leaves[int(source.name)]
-        else:
-            tensor = state[source.name] if source.tensor is None else source.tensor
-        if tensor.is_meta:
-            raise ValueError(
-                f"{source.name} of the model is on the meta device: costs can be measured only of "
-                "a model that has its values"
-            )
-        if step.training and tensor.requires_grad:
-            needing.add(source.value)
-        copied = program.storage_of[source.value] in written
-        values[source.value] = tensor.detach().to(CPU, copy=copied)
-    return values, needing
-
-
-def _bound(
-    call: ForwardCall, values: Mapping[int, torch.Tensor], device: torch.device
-) -> Callable[[], Any]:
-    """Return a call as a function without arguments; ``values`` are on ``device``."""
-    text = CallText(0, call)
-    places = {f"v{value}": f"v{value}" for value in call.reads}
-    names = {
-        **text.names,
-        **text.on(device, "device"),
-        "device": device,
-        **{f"v{value}": values[value] for value in call.reads},
-    }
-    expression = text.template.format(device="device", **places)
-    return cast("Callable[[], Any]", eval(f"lambda: {expression}", names))
 
 
 def _update_costs(
@@ -388,10 +291,17 @@ def _update_costs(
 def _timed_update(
     optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device
 ) -> float:
+    """Return the seconds of an update: of gradients just written, and of state that was not."""
     here = [torch.zeros_like(p, device=device).detach() for p in parameters]
     gradients = [torch.zeros_like(p) for p in here]
-    kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
     counts = [torch.ones((), device=device) for _ in here]
-    return seconds_per_call(
-        partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
-    )
+    kept = {
+        (i, part): torch.zeros_like(p)
+        for i, p in enumerate(here)
+        for part in range(len(STATE[optimizer.kind]))
+    }
+    works = []
+    for state in turns(kept, kept.keys(), torch_devices.cache_bytes(device)):
+        of_each = [[t for (i, _), t in state.items() if i == k] for k in range(len(here))]
+        works.append(partial(fused_update, optimizer, 0.0, here, gradients, of_each, counts))
+    return seconds_per_call(in_turn(works), [device])

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -40,6 +40,8 @@ LONG_STEP_S: Final = 0.15
 FEWEST_REPEATS: Final = 3
 RUNS_AT_ONCE: Final = 2
 """On each device in a row; the first does not count."""
+TIMED_ALONE: Final = "states are read from memory"
+"""How calls alone are timed, see :mod:`envs.costs.calls`: times of other ways do not count."""
 PROFILE_TIMEOUT_S: Final = 600.0
 
 
@@ -229,21 +231,23 @@ def _to_median_run(runs: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return np.asarray(runs_s * (np.median(runs_s.sum(axis=1)) / of_ops_s), np.float64)
 
 
-def op_signatures(program: StepProgram, *, results: bool = True) -> tuple[str, ...]:
+def op_signatures(program: StepProgram, *, alone: bool = False) -> tuple[str, ...]:
     """Return the signature of every op, (N,).
 
     It covers the operator, shape, stride and dtype of every input tensor, which arguments are the
     same tensor, all other arguments, which outputs are read, the same for views made for the call,
-    and with ``results`` how many results of the step lie in which output. It omits what else an
+    and how many results of the step lie in which output. Of ops that are timed ``alone`` it covers
+    which inputs are states of the model, or views of them, and no results. It omits what else an
     op's time depends on in its step: tensor values (the rows that an embedding looks up) and the
     state that earlier ops leave in caches and allocator.
     """
     signatures = [""] * program.op_count
-    given = Counter(program.values[result.value].root for result in program.results if results)
+    given = Counter(program.values[r.value].root for r in program.results if not alone)
+    states = {s.value for s in program.sources if s.role != "input"} if alone else set()
     for instruction in single_list(program):
         if isinstance(instruction, Run):
             calls = [program.calls[i] for i in (*instruction.views, instruction.call)]
-            signatures[calls[-1].op] = _signature(program, calls, given)
+            signatures[calls[-1].op] = _signature(program, calls, given, states)
     return tuple(signatures)
 
 
@@ -251,19 +255,23 @@ def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]
     """Return the signature of every node, (M,): of its ops and the settings that choose kernels."""
     ops: defaultdict[int, list[str]] = defaultdict(list)
     for node, signature in zip(
-        calls.node_of.tolist(), op_signatures(extraction.program, results=False), strict=True
+        calls.node_of.tolist(), op_signatures(extraction.program, alone=True), strict=True
     ):
         ops[node].append(signature)
-    settings = kernel_settings()
+    settings = (*kernel_settings(), TIMED_ALONE)
     return tuple(_digest([*settings, *ops[node]]) for node in range(len(calls.graph)))
 
 
-def _signature(program: StepProgram, calls: Sequence[Call], given: Counter[int]) -> str:
+def _signature(
+    program: StepProgram, calls: Sequence[Call], given: Counter[int], states: Collection[int]
+) -> str:
     numbers: dict[int, int] = {}  # {value: its number in this signature}
     lines = [_text(call, numbers) for call in calls]
     lines += [_tensor(program.values[value]) for value in numbers]
     if any(counts := [given[value] for value in calls[-1].made]):
         lines.append(f"results: {counts}")
+    if read := [k for value, k in numbers.items() if program.values[value].root in states]:
+        lines.append(f"states: {read}")
     return _digest(lines)
 
 

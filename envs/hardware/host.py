@@ -6,9 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from envs.hardware.core_sets import is_core_set
 from graphs.text import suggestion
+
+STAGING_BYTES: Final = 64 << 20
+"""Page-locked memory through which a thread sends what the CPU made to its GPUs."""
+STAGING_PARTS: Final = 4
+"""Least number of pieces that fill it, so that one is written while others are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,12 @@ def uuid_of(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the last cache of a GPU; 0 for other devices, and where it is unknown."""
+    properties = None if device.type == "cpu" else _call(device, "get_device_properties", device)
+    return int(getattr(properties, "L2_cache_size", 0))
+
+
 def gpu_identities(names: Sequence[str]) -> list[str]:
     """Return what the GPUs among devices are, whatever their numbers: driver, kinds and UUIDs."""
     gpus = [torch_device(name) for name in names if name.startswith("cuda:")]

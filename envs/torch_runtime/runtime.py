@@ -21,7 +21,7 @@ from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import present
-from envs.hardware.host import is_synchronous
+from envs.hardware.host import Host, is_synchronous
 from envs.hardware.torch_devices import torch_device
 from envs.measured import Executor, Measured
 from envs.placement import Placement
@@ -71,7 +71,7 @@ class TorchRuntime:
 
         Nothing is handed over: the step runs in this process.
         """
-        cluster = _without_issued_launches(cluster)
+        cluster = _without_issued_launches(self._with_threads(cluster))
         if self.call_graph is None:
             return StepCosts(ops=torch_module_costs(self.extraction, cluster, progress=progress))
         costs = call_costs(self.extraction, self.call_graph, progress)
@@ -82,7 +82,8 @@ class TorchRuntime:
         if self.call_graph is None:
             return None
         costs = call_costs(self.extraction, self.call_graph, unplaced=unplaced)
-        ops = costs.known(first_of_kinds(_without_issued_launches(cluster).devices))
+        issued = _without_issued_launches(self._with_threads(cluster))
+        ops = costs.known(first_of_kinds(issued.devices))
         return None if ops is None else StepCosts(ops=ops)
 
     def keep_factors(self, cluster: Cluster, factors: Factors, *, unplaced: bool = False) -> None:
@@ -94,18 +95,27 @@ class TorchRuntime:
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.
 
-        Its hosts overlap copies if this runtime does, and autograd issues their backward pass;
-        processes of their own for the devices always overlap them. The
-        context of a CUDA device is not reserved: it is already allocated when free memory is
-        queried.
+        Its hosts are the threads that issue ops: that of this process for all devices, or of a
+        process for each. They overlap copies if this runtime does, and autograd issues their
+        backward pass; processes of their own for the devices always overlap them. The context of a
+        CUDA device is not reserved: it is already allocated when free memory is queried.
         """
         devices = tuple(
             replace(device, memory_bytes=_without_reserve_bytes(device))
             for device in cluster.devices
         )
         overlap = self.overlap or self.has_workers
-        hosts = tuple(replace(host, overlap=overlap, autograd=True) for host in cluster.hosts)
+        hosts = tuple(
+            replace(host, overlap=overlap, autograd=True)
+            for host in self._with_threads(cluster).hosts
+        )
         return replace(cluster, devices=devices, hosts=hosts)
+
+    def _with_threads(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with the hosts that run it, whatever hosts its file has."""
+        if self.has_workers or {*cluster.names} == {"cpu"}:
+            return cluster
+        return replace(cluster, hosts=(Host(devices=cluster.names),))
 
     def gradient_makers(self) -> Mapping[str, Sequence[str]]:
         """Return the calls that compute the gradients of each call's parameters."""
@@ -204,7 +214,9 @@ def _without_issued_launches(cluster: Cluster) -> Cluster:
     """Return the cluster without the launches that occupy the thread of a host.
 
     Times of calls in a row are the longer of launch and work, so a device of a host is occupied for
-    the whole of it: the launch of the next call is made meanwhile.
+    the whole of it: the launch of the next call is made meanwhile. That is too long for kernels
+    shorter than their launches that queue behind others; ``launch_s`` alone would be too short for
+    calls of several kernels, of whose launches nothing is known.
     """
     issued = {name for host in cluster.hosts for name in host.devices}
     devices = tuple(

@@ -144,3 +144,16 @@ def test_what_processes_cannot_run_is_refused(cluster: Cluster) -> None:
         runtime_for(extract(tiny_models.conv_net()), cluster)
     with pytest.raises(ValueError, match="a graph of modules runs in one process"):
         runtime_for(extract(replace(tiny_models.conv_net(), training=False), "modules"), cluster)
+
+
+@pytest.mark.parametrize("hosts", [(), ONE_EACH[:2], (Host(devices=NAMES[:2]), ONE_EACH[2])])
+def test_a_cluster_without_a_host_for_each_is_simulated_as_the_one_process_that_runs_it(
+    hosts: tuple[Host, ...], cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, search = trained(), placer.SearchConfig(measure=False, budget="30e")
+    result = placer.optimize(step, replace(cluster, hosts=hosts), search=search, progress=True)
+    assert "One process runs all devices of this-machine" in capsys.readouterr().err
+    (host,) = result.problem.cluster.hosts
+    assert host.devices == NAMES
+    placer.optimize(step, result.problem.cluster, search=search, progress=True)
+    assert "One process" not in capsys.readouterr().err

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.fake_cuda.machine import Machine
 
 
+CACHE_BYTES: Final = 1 << 16
 CLASSES: Final = ("Event", "Stream", "device")
 
 
@@ -68,6 +69,7 @@ class CudaModule:
             name="fake",
             total_memory=total,
             uuid=f"fake {found.index}",
+            L2_cache_size=CACHE_BYTES,
             major=major,
             minor=minor,
         )

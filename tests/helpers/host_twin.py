@@ -127,10 +127,25 @@ def twin_host_step(
         ends = [d for d in (s.source, s.destination) if not waits[d]]
         return max([round(cluster.devices[d].launch_s * 1e9) for d in ends], default=0)
 
-    def staging_ns(s: Sending) -> int:
+    def taking_ns(seconds: float) -> int:
+        return round(min(seconds * 1e9, float(HORIZON_NS)))
+
+    def written_ns(s: Sending, size: int) -> int:
         rate = cluster.devices[s.source].bandwidth_bytes_per_s / 2
-        is_staged = waits[s.source] and not waits[s.destination] and not math.isnan(rate)
-        return round(min(s.size / rate * 1e9, float(HORIZON_NS))) if is_staged else 0
+        return 0 if math.isnan(rate) else taking_ns(size / rate)
+
+    def send_staged(s: Sending, made_ns: int) -> None:
+        """Write pieces of 16 MiB of at most 64 MiB of page-locked memory; a thread's own GPUs."""
+        link, own = _link(cluster, names, s.source, s.destination), thread[s.source]
+        assert link is not None
+        begin, is_ring = clock[own], own == thread[s.destination]
+        first = min(s.size, 16 << 20) if is_ring else s.size
+        clock[own] = begin + written_ns(s, s.size)
+        last_piece_waits = clock[own] - taking_ns((s.size - first) / link.bandwidth_bytes_per_s)
+        send(s, max(begin + written_ns(s, first), last_piece_waits, made_ns))
+        if is_ring and s.size > 64 << 20:
+            rest_ns = taking_ns((64 << 20) / link.bandwidth_bytes_per_s)
+            clock[own] = max(clock[own], s.end_ns - rest_ns)
 
     def drop(u: int, user: object) -> None:
         output_users[u].discard(user)
@@ -191,7 +206,10 @@ def twin_host_step(
             copy_users[id(s)] = set(s.consumers)
             carrier.update({(i, v): s for v in s.consumers})
         for s in sendings if overlaps[d] else ():
-            clock[thread[d]] += issue_ns(s) + staging_ns(s)
-            send(s, max(clock[thread[d]], step.end_ns[i]))
+            clock[thread[d]] += issue_ns(s)
+            if waits[s.source] and not waits[s.destination]:
+                send_staged(s, step.end_ns[i])
+            else:
+                send(s, max(clock[thread[d]], step.end_ns[i]))
     step.step_ns = max(step.end_ns.values(), default=0)
     return step

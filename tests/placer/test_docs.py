@@ -194,6 +194,7 @@ def test_all_of_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("page", with_snippets(), ids=lambda page: page.stem)
 def test_what_needs_a_gpu_on_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
     furnish_models(folder())

@@ -12,9 +12,8 @@ from typing import Final
 
 import torch
 
-STAGING_BYTES: Final = 64 << 20
-PARTS: Final = 4
-"""Least number of pieces that fill the buffer, so that one is written while others are sent."""
+from envs.hardware.host import STAGING_BYTES, STAGING_PARTS
+
 ALIGNMENT: Final = 64
 
 
@@ -22,7 +21,7 @@ class Staging:
     """A ring of page-locked memory, made when it is used first."""
 
     def __init__(self, size_bytes: int = STAGING_BYTES) -> None:
-        assert size_bytes >= PARTS * ALIGNMENT
+        assert size_bytes >= STAGING_PARTS * ALIGNMENT
         self._size_bytes = size_bytes
         self._memory: torch.Tensor | None = None
         self._end = 0  # of what was given out, counted on from the first round
@@ -39,7 +38,7 @@ class Staging:
         with self._lock:
             tensor = tensor.detach()
             copy = torch.empty_like(tensor, device=stream.device)
-            piece = self._size_bytes // PARTS // ALIGNMENT * ALIGNMENT // tensor.itemsize
+            piece = self._size_bytes // STAGING_PARTS // ALIGNMENT * ALIGNMENT // tensor.itemsize
             if tensor.numel() > piece and tensor.stride() != copy.stride():
                 tensor = torch.empty_like(tensor).copy_(tensor)  # pieces are of dense tensors
             if tensor.numel() <= piece:

@@ -12,8 +12,10 @@ queues of both devices have drained, and occupies them both; if one of them is s
 thread waits until the copy has ended. A copy that overlaps is issued after its producer, by the
 producer's thread, and starts when the producer has ended. To issue a copy that goes on without it
 takes the thread as long as a launch, and one that overlaps and leaves a synchronous device for
-another one is first written to page-locked memory by the thread. Either kind also waits for the
-queues of its link, which serve in order of issue.
+another one is first written to page-locked memory by the thread. For GPUs of its own that memory is
+limited: a large tensor is sent in pieces, while the thread writes the next, and the thread waits
+until all that is not sent yet of the tensor fits (earlier tensors do not count). Either kind of
+copy also waits for the queues of its link, which serve in order of issue.
 
 Memory follows the order of issue, as in a caching allocator: an op allocates when it is issued, and
 frees what it was the last to read right after.
@@ -27,6 +29,7 @@ from __future__ import annotations
 from typing import Final
 
 from envs.compiled import compiled_borrowing, compiled_inline, index, int64
+from envs.hardware.host import STAGING_BYTES, STAGING_PARTS
 from envs.problem import HORIZON_NS, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
@@ -45,6 +48,7 @@ from envs.simulator.kernel.full import allocate, release_inputs
 from envs.simulator.kernel.issue import order_of_issue
 
 _NO_LINK: Final = -2
+PIECE_BYTES: Final = STAGING_BYTES // STAGING_PARTS
 
 
 @compiled_borrowing
@@ -328,10 +332,20 @@ def _copy_beside(
         if work.copy_read[number] != count + k:
             continue
         pair = arrays.pairs[work.transfers[number].pair]
-        place = arrays.hosts[pair.source]
+        place, to = arrays.hosts[pair.source], arrays.hosts[pair.destination]
         host = work.hosts[place.thread]
         host.clock_ns += _issue_ns(arrays, pair.source, pair.destination)
-        if place.synchronous and not arrays.hosts[pair.destination].synchronous:
-            size = work.copies[index(count + k)].size
+        start_ns = host.clock_ns
+        size = work.copies[index(count + k)].size
+        in_pieces = place.thread == to.thread
+        is_staged = place.synchronous and not to.synchronous
+        if is_staged:
+            later = max(size - PIECE_BYTES, 0) if in_pieces else 0
             host.clock_ns += transfer_ns(0.0, size, place.staging_bytes_per_s)
-        _copy(arrays, work, number, max(now, host.clock_ns), memory)
+            start_ns += transfer_ns(0.0, size - later, place.staging_bytes_per_s)
+            sent_ns = transfer_ns(0.0, later, pair.bandwidth_bytes_per_s)
+            start_ns = max(start_ns, host.clock_ns - sent_ns)
+        end_ns = _copy(arrays, work, number, max(now, start_ns), memory)
+        if is_staged and in_pieces and size > STAGING_BYTES:
+            full_ns = transfer_ns(0.0, STAGING_BYTES, pair.bandwidth_bytes_per_s)
+            host.clock_ns = max(host.clock_ns, end_ns - full_ns)

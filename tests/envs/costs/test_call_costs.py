@@ -32,6 +32,7 @@ from envs.executors.torch import watchdog
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Device
 from envs.hardware.discover import discover
+from envs.hardware.host import Host
 from envs.hardware.torch_devices import driver_version, matmul_precision
 from envs.problem import Problem
 from envs.torch_runtime import TorchRuntime
@@ -348,6 +349,22 @@ def test_the_host_of_torch_devices_overlaps_copies_if_the_runtime_does() -> None
         assert host.overlap is overlap
 
 
+@pytest.mark.parametrize("groups", [(), (("vdev:0",),), (("vdev:0", "cpu"),)])
+def test_devices_of_one_process_have_one_host_whatever_their_file_says(
+    groups: tuple[tuple[str, ...], ...],
+) -> None:
+    cluster = replace(linked(), hosts=tuple(Host(devices=names) for names in groups))
+    runtime = TorchRuntime(extract(tiny_models.conv_net()), cluster)
+    (host,) = runtime.planned(cluster).hosts
+    assert host.devices == ("vdev:0", "cpu")
+    assert host.autograd
+
+
+def test_the_cpu_alone_has_no_host() -> None:
+    cluster = discover("cpu")
+    assert TorchRuntime(extract(tiny_models.conv_net()), cluster).planned(cluster).hosts == ()
+
+
 def test_costs_on_a_host_are_whole_times_but_those_of_the_cpu() -> None:
     cluster = pair()
     launched = tuple(replace(device, launch_s=100.0) for device in cluster.devices)
@@ -356,5 +373,5 @@ def test_costs_on_a_host_are_whole_times_but_those_of_the_cpu() -> None:
     costs = runtime.costs(cluster).ops
     accelerator, cpu = (costs[device.kind].cost_s for device in cluster.devices)
     assert accelerator.max() > 0 == cpu.max()
-    apart = runtime.costs(replace(cluster, hosts=())).ops
-    assert apart[cluster.devices[0].kind].cost_s.max() == 0
+    unnamed = runtime.costs(replace(cluster, hosts=())).ops  # this process runs it all the same
+    assert unnamed[cluster.devices[0].kind].cost_s.max() > 0

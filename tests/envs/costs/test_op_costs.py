@@ -86,7 +86,7 @@ def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> N
     first, second, last = op_signatures(of(layers, 2, 4).program)
     assert first == second
     assert last != first, "its output is a result of the step, which takes time to hand over"
-    assert len(set(op_signatures(of(layers, 2, 4).program, results=False))) == 1
+    assert len(set(op_signatures(of(layers, 2, 4).program, alone=True))) == 1
     assert set(plain).isdisjoint(op_signatures(of(Calls(), 4, 5).program))
     doubled = extract(Workload.of(Calls(), torch.zeros(4, 4).double(), training=False))
     assert set(plain).isdisjoint(op_signatures(doubled.program))

@@ -126,6 +126,26 @@ def test_the_thread_writes_what_leaves_the_cpu_beside_its_ops_to_page_locked_mem
     assert schedule.start_ns.tolist() == [0, 190_000, 100_000]
 
 
+def test_large_tensors_are_written_in_pieces_and_the_thread_waits_for_room() -> None:
+    mib = 1 << 20
+    graph = ops({"a": 50.0, "b": 1.0, "c": 1.0}, "ab")
+    graph.nodes["a"]["output_bytes"] = graph.edges["a", "b"]["bytes"] = 80 * mib
+    cluster = machine(overlap=True)
+    *gpus, cpu = cluster.devices
+    cpu = replace(cpu, bandwidth_bytes_per_s=4e6 * mib)  # a MiB is written in 0.5 us
+    (link,) = cluster.links
+    for us_per_mib, start, thread in ((10.0, 68.0, 328.0), (0.25, 84.0, 188.0)):
+        slow = replace(link, bandwidth_bytes_per_s=1e6 * mib / us_per_mib)
+        there = replace(cluster, devices=(*gpus, cpu), links=(slow,))
+        schedule = run(graph, there, [CPU, GPU, CPU], [3.0, 2.0, 1.0])
+        # Issued at 60, written until 100, the first of five pieces until 68. On the slow link it
+        # ends at 68 + 100 + 800; the last piece has room once 16 MiB are sent, 640 before. On the
+        # fast link four pieces are sent in 16, so the copy starts 16 before the last is written if
+        # that has room at once; it has once 16 MiB are sent, at 84 + 100 + 4. b is launched in 10.
+        assert schedule.transfers.start_ns.tolist() == [start * 1e3]
+        assert schedule.start_ns.tolist()[2] == (thread + 10.0) * 1e3
+
+
 def two_branches(forward_us: float = 1.0, backward_us: float = 1.0) -> nx.DiGraph[str]:
     """Return a training step of x and y, whose sum is the loss, which takes 1 us."""
     graph = new_graph("branches")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.hardware.cluster import Cluster
 from envs.hardware.host import Host
 from envs.problem import Problem
 from envs.simulator import (
@@ -56,7 +57,31 @@ def host_case(seed: int, *, large: bool = False, bad_places: bool = True) -> Cas
         replace(device, bandwidth_bytes_per_s=rng.choice([math.nan, 4e9, 1.7e10]))
         for device in cluster.devices
     )
-    return graph, replace(cluster, devices=rated, hosts=hosts), devices, priority
+    cluster = replace(cluster, devices=rated, hosts=hosts)
+    if rng.random() < 0.3:
+        graph, cluster = with_large_tensors(graph, cluster, 1 << rng.randint(14, 18))
+    return graph, cluster, devices, priority
+
+
+def with_large_tensors(
+    graph: nx.DiGraph[str], cluster: Cluster, factor: int
+) -> tuple[nx.DiGraph[str], Cluster]:
+    """Return both with so much more bytes, and so much faster links, that copies take as long."""
+    graph = graph.copy()
+    for _, node in graph.nodes(data=True):
+        for name in node:
+            if name.endswith("_bytes"):
+                node[name] *= factor
+    for *_, edge in graph.edges(data=True):
+        edge["bytes"] *= factor
+    return graph, replace(
+        cluster,
+        devices=tuple(replace(d, memory_bytes=d.memory_bytes * factor) for d in cluster.devices),
+        links=tuple(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+            for link in cluster.links
+        ),
+    )
 
 
 def with_backward_pass(rng: random.Random, graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
