@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from placer.startup import VERSION
 
-FOREVER: Final = -1
+MOST_DEATHS: Final = 5
+"""Times that the process or the node of a task may die."""
 LOOPBACK: Final = "127.0.0.1"
 SCHEME: Final = "ray://"
 PORT: Final = 6379
@@ -44,7 +45,7 @@ class Shared(NamedTuple):
 class RayCluster:
     """A connection to a Ray cluster; a context manager, which disconnects.
 
-    All nodes must have this version of placer, and of torch.
+    All nodes must have this version of placer, torch, numpy and numba.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -71,7 +72,8 @@ class RayCluster:
                 with _signal_handlers_kept():
                     _connect(ray, address.removeprefix(SCHEME))
             self._versions = versions()
-            self._run = ray.remote(num_cpus=1, max_retries=FOREVER)(_run)
+            # Ray itself would repeat what the memory of a node does not suffice for, for ever.
+            self._run = ray.remote(num_cpus=1, max_retries=0)(_run)
             self._check_nodes()
         except BaseException:
             self.close()
@@ -107,29 +109,56 @@ class RayCluster:
         """Return ``function(prepared, *task)`` of each of the tasks, each run on a processor.
 
         ``should_end`` is called with the number of finished tasks several times a second. Once it
-        returns True, the others are cancelled; their results are None.
+        returns True, the others are cancelled; their results are None. A task whose process or
+        node dies is run again.
+
+        Raises:
+            OSError: a task cannot begin, or its processes died MOST_DEATHS times.
+            ConnectionError: no node with processors is left.
         """
-        references = [self._run.remote(self._versions, shared, function, *task) for task in tasks]
-        waiting = list(references)
+        found: list[T | None] = [None] * len(tasks)
+        deaths = [0] * len(tasks)
+
+        def begin(number: int) -> Any:
+            return self._run.remote(self._versions, shared, function, *tasks[number])
+
+        waiting = {begin(number): number for number in range(len(tasks))}
         try:
-            while waiting and not should_end(len(references) - len(waiting)):
-                _, waiting = self._ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
+            while waiting and not should_end(len(tasks) - len(waiting)):
+                done, _ = self._ray.wait([*waiting], num_returns=len(waiting), timeout=POLL_S)
+                for reference in done:
+                    number = waiting.pop(reference)
+                    try:
+                        found[number] = self._result(reference)
+                    except self._losses as error:
+                        deaths[number] += 1
+                        _check_deaths(deaths[number], error)
+                        waiting[begin(number)] = number
                 if waiting and not self.processors:
                     raise ConnectionError("the Ray cluster has lost all nodes with processors")
-        except BaseException:
-            waiting = references
-            raise
         finally:
             for reference in waiting:
                 self._ray.cancel(reference)
-        late = set(waiting)
-        return [None if each in late else self._result(each) for each in references]
+        return found
+
+    @property
+    def _losses(self) -> tuple[type[Exception], ...]:
+        """Return the errors of a task whose process died, or whose result died with its node."""
+        errors = self._ray.exceptions
+        return (
+            errors.WorkerCrashedError,
+            errors.OutOfMemoryError,
+            errors.NodeDiedError,
+            errors.ObjectLostError,
+        )
 
     def _result(self, reference: Any) -> Any:
         """Return the result of a finished task, or raise its error."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
+        except self._losses:
+            raise
         except errors.RayError as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, ImportError | errors.RayError):  # it did not even begin
@@ -197,7 +226,8 @@ def address_of(workers: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
-    return {"placer": VERSION, "torch": version("torch")}
+    others = ("torch", "numpy", "numba")
+    return {"placer": VERSION, **{name: version(name) for name in others}}
 
 
 def check_versions(node: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
@@ -208,6 +238,14 @@ def check_versions(node: str, ours: Mapping[str, str], theirs: Mapping[str, str]
                 f"node {node} of the Ray cluster has {name} {theirs.get(name)}, but this process "
                 f"has {name} {own}: install the same version on all nodes"
             )
+
+
+def _check_deaths(deaths: int, last: Exception) -> None:
+    if deaths >= MOST_DEATHS:
+        raise OSError(
+            f"a task died {deaths} times on the Ray cluster: is there memory for one on each "
+            f"processor of every node? The last time: {_first_line(last)}"
+        ) from last
 
 
 def _connect(ray: Any, address: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from envs.problem import Problem
 from envs.simulator.max_load import max_load_ns
+from placer.ray_cluster.connection import START_S
 from placer.search.candidate import Candidate, Kind
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
@@ -31,6 +32,8 @@ FEWEST_EVALUATIONS: Final = 250
 LATE: Final = 1.25
 GRACE_S: Final = 1.0
 """In seconds, a search may take LATE times as long as the first half of its round, and GRACE_S."""
+LOAD_S: Final = 120.0
+"""Time in which all processors must load compiled code, which each node compiles once."""
 
 T = TypeVar("T")
 
@@ -97,8 +100,7 @@ class Islands:
             clock=time.perf_counter,
         )
         shared = self.nodes.share((self.placer, plain), prepared)
-        warm_up = [()] * self.nodes.processors
-        self.nodes.run(ready, shared, warm_up, lambda _: _stops(request))
+        self._load(request, shared)
         search = _Search(request)
         try:
             for number in range(rounds_of(request.budget)):
@@ -110,6 +112,19 @@ class Islands:
                 raise
         request.report(1.0, "done")
         return search.best or _heuristics(request)
+
+    def _load(self, request: SearchRequest, shared: Any) -> None:
+        """Start a process on each processor, which loads compiled code."""
+        meter, tasks = request.meter(), [()] * self.nodes.processors
+        loaded = self.nodes.run(
+            ready, shared, tasks, lambda _: _stops(request) or meter.seconds() > LOAD_S
+        )
+        late = loaded.count(None)
+        if late and not _stops(request):
+            raise ConnectionError(
+                f"{late} of {len(tasks)} processors of the Ray cluster have not loaded compiled "
+                f"code within {LOAD_S:g} s: are they busy?"
+            )
 
     def _round(self, search: _Search, shared: Any, number: int) -> None:
         tasks = search.tasks(number, self.nodes.processors)
@@ -188,10 +203,15 @@ class _RoundEnd:
         return self._is_late(finished) or _stops(search.request)
 
     def _is_late(self, finished: int) -> bool:
-        """Return whether the others take much longer than the first half, with a budget of time."""
-        if self.seconds is None or 2 * finished < self.count:
+        """Return whether the others take much longer than the first half, with a budget of time.
+
+        If nothing finishes, processes may have to start again on other nodes, but not for ever.
+        """
+        if self.seconds is None:
             return False
         spent_s = self.search.meter.seconds() - self.began_s
+        if 2 * finished < self.count:
+            return spent_s > LATE * self.seconds + START_S
         if self.half_s is None:
             self.half_s = spent_s
         return spent_s > LATE * max(self.half_s, self.seconds) + GRACE_S
@@ -224,8 +244,9 @@ def prepared(value: tuple[Placer, SearchRequest]) -> tuple[Placer, SearchRequest
     return value
 
 
-def ready(_: object) -> None:
-    """Do nothing in a process that is prepared."""
+def ready(_: object) -> bool:
+    """Return True from a process that is prepared."""
+    return True
 
 
 def island(

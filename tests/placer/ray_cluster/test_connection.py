@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import socket
 import threading
@@ -10,13 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
 from placer.progress import Silent
-from placer.ray_cluster.connection import RayCluster, check_versions
+from placer.ray_cluster.connection import MOST_DEATHS, RayCluster, check_versions, versions
 from placer.ray_cluster.islands import Islands
 from placer.result import Result
 from placer.search.registry import placer_named
@@ -107,7 +109,26 @@ def test_tasks_are_cancelled_or_fail_and_handlers_of_signals_stay(
             cluster.run(_same, cluster.share(thing, _same), [()])
 
 
-def _same(value: float) -> float:
+@pytest.mark.slow
+def test_a_task_whose_processes_die_is_repeated_a_few_times(tmp_path: Path) -> None:
+    with RayCluster() as cluster:
+        shared = cluster.share(tmp_path, _same)
+        names = [("first", MOST_DEATHS - 1), ("second", 0)]
+        assert cluster.run(_die, shared, names) == ["first", "second"]
+        with pytest.raises(OSError, match="died 5 times on the Ray cluster: is there memory"):
+            cluster.run(_die, shared, [("third", MOST_DEATHS)])
+    assert len([*tmp_path.glob("third*")]) == MOST_DEATHS
+
+
+def _die(folder: Path, name: str, times: int) -> str:
+    died = len([*folder.glob(f"{name}*")])
+    if died < times:
+        (folder / f"{name}{died}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return name
+
+
+def _same(value: Any) -> Any:
     return value
 
 
@@ -169,3 +190,8 @@ def test_other_versions_are_named_with_their_node() -> None:
     check_versions("a:1", ours, dict(ours))
     with pytest.raises(ValueError, match=r"node a:1 .* has placer 0\.1\.0, but this .* 0\.2\.0"):
         check_versions("a:1", ours, {**ours, "placer": "0.1.0"})
+
+
+def test_versions_are_those_of_all_that_computes_plans() -> None:
+    assert versions()["numba"] == numba.__version__
+    assert {"placer", "torch", "numpy"} < versions().keys()

@@ -12,7 +12,16 @@ import torch
 from envs.simulator.max_load import max_load_ns
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
-from placer.ray_cluster.islands import GRACE_S, LATE, ROUNDS, Islands, islands_of, rounds_of
+from placer.ray_cluster.connection import START_S
+from placer.ray_cluster.islands import (
+    GRACE_S,
+    LATE,
+    LOAD_S,
+    ROUNDS,
+    Islands,
+    islands_of,
+    rounds_of,
+)
 from placer.search.candidate import Candidate
 from placer.search.contract import CHECKS, Make
 from placer.search.registry import placer_named
@@ -142,31 +151,51 @@ def test_what_was_found_is_kept_when_all_nodes_are_lost() -> None:
 
 
 class Slow(InTurn):
-    """Half of the searches finish in time, the others never do."""
+    """A share of the searches finishes in time, the others never do."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.5, loaded: int = 2) -> None:
         self.now = 0.0
+        self.finishing = share
+        self.loaded = loaded
         self.waited_s: list[float] = []
 
     def run(
         self, function: Any, shared: Any, tasks: Any, should_end: Any = lambda _: False
     ) -> list[Any]:
-        if not tasks or not tasks[0]:  # loading
-            return []
-        began, half = self.now, len(tasks) // 2
-        self.now += tasks[0].budget.seconds
-        results = [function(shared, *task) for task in tasks[:half]]
-        while not should_end(half):
+        began, finished = self.now, round(len(tasks) * self.finishing)
+        if not tasks[0]:
+            finished = self.loaded
+        else:
+            self.now += tasks[0].budget.seconds
+        results = [function(shared, *task) for task in tasks[:finished]]
+        while finished < len(tasks) and not should_end(finished):
             self.now += 0.01
         self.waited_s.append(self.now - began)
-        return [*results, *[None] * (len(tasks) - half)]
+        return [*results, *[None] * (len(tasks) - finished)]
+
+    def placed(self) -> list[Candidate]:
+        """Return what a search of 8 s finds."""
+        request = SearchRequest(PROBLEM, Budget(seconds=8.0), clock=lambda: self.now)
+        return Islands(Recorded(), self).place(request)
 
 
 def test_late_searches_are_not_waited_for_with_a_budget_in_seconds() -> None:
     nodes = Slow()
-    request = SearchRequest(PROBLEM, Budget(seconds=8.0), clock=lambda: nodes.now)
-    Islands(Recorded(), nodes).place(request)
-    assert nodes.waited_s[0] == pytest.approx(LATE * 4.0 + GRACE_S, abs=0.1)
+    nodes.placed()
+    assert nodes.waited_s[1] == pytest.approx(LATE * 4.0 + GRACE_S, abs=0.1)
+
+
+def test_a_round_of_seconds_in_which_nothing_finishes_ends() -> None:
+    nodes = Slow(share=0.0)
+    assert {"HEFT", "ETF"} < {each.name for each in nodes.placed()}
+    assert nodes.waited_s[1:] == [pytest.approx(LATE * 4.0 + START_S, abs=0.1)]
+
+
+def test_processors_that_do_not_load_compiled_code_are_reported() -> None:
+    nodes = Slow(loaded=1)
+    with pytest.raises(ConnectionError, match=r"1 of 2 processors .* within 120 s"):
+        nodes.placed()
+    assert nodes.waited_s == [pytest.approx(LOAD_S, abs=0.1)]
 
 
 def test_the_trace_has_the_evaluations_of_all_islands() -> None:
