@@ -96,7 +96,7 @@ class CoreExecutor:
 
     def load(self, placement: Placement) -> LoadedStep | Failure:
         """Return the step as placed; its workers get their instructions when it first runs."""
-        if leaves_unplaced(placement):
+        if runs_unplaced(placement):
             return self._load_own_code(unplaced(placement), placement)
         if refusal := self.extraction.core_refusal:
             return Failure(reason=refusal)
@@ -295,8 +295,8 @@ def alone(device: Device) -> Cluster:
     return Cluster(name=f"this-machine:{device.name}", devices=(device,))
 
 
-def runs_unplaced(names: Sequence[str]) -> bool:
-    """Return whether these devices leave the model unplaced: there is one, of several cores."""
+def is_joined(names: Sequence[str]) -> bool:
+    """Return whether there is one device, of several cores: a model runs on it unplaced."""
     return len(names) == 1 and is_local_core_set(names[0]) and len(cores_of(names[0])) > 1
 
 
@@ -314,9 +314,9 @@ def modules_placed(placement: Placement) -> MakeModel:
     )
 
 
-def leaves_unplaced(placement: Placement) -> bool:
-    """Return whether a placement leaves the model unplaced: by itself, or by its device."""
-    return placement.leaves_unplaced or runs_unplaced(placement.device_names)
+def runs_unplaced(placement: Placement) -> bool:
+    """Return whether a model runs unplaced: left so by its placement, or by its only device."""
+    return placement.leaves_unplaced or is_joined(placement.device_names)
 
 
 def _pool_with_example(

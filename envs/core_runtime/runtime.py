@@ -17,8 +17,8 @@ from envs.backend import ProgressCallback
 from envs.core_runtime.executor import (
     CoreExecutor,
     alone,
+    is_joined,
     joined_device,
-    leaves_unplaced,
     modules_placed,
     runs_unplaced,
     unplaced,
@@ -86,7 +86,7 @@ class CoreRuntime:
         check_cluster(cluster)
         here = first_of_kinds([one for one in cluster.devices if is_local_core_set(one.name)])
         described = [device for device in cluster.devices if device.kind not in here]
-        unplaced = runs_unplaced(cluster.names)
+        unplaced = is_joined(cluster.names)
         beside = self._at_once(cluster)
         known = core_costs(self.extraction, progress, beside=beside, unplaced=unplaced)
         costs = known.costs(here, fresh=fresh) if here else {}
@@ -96,7 +96,7 @@ class CoreRuntime:
 
     def known_costs(self, cluster: Cluster, *, unplaced: bool = False) -> StepCosts | None:
         """Return the cached costs on cores of this machine, None unless all are cached."""
-        beside, unplaced = self._at_once(cluster), unplaced or runs_unplaced(cluster.names)
+        beside, unplaced = self._at_once(cluster), unplaced or is_joined(cluster.names)
         costs = core_costs(self.extraction, beside=beside, unplaced=unplaced)
         ops = costs.known(first_of_kinds(cluster.devices))
         handed, first = self._hand_over(cluster), first_of_kinds(cluster.devices[:1])
@@ -105,7 +105,7 @@ class CoreRuntime:
 
     def keep_factors(self, cluster: Cluster, factors: Factors, *, unplaced: bool = False) -> None:
         """Keep factors of costs on cores of this machine, or of the unplaced model there."""
-        unplaced = unplaced or runs_unplaced(cluster.names)
+        unplaced = unplaced or is_joined(cluster.names)
         costs = core_costs(self.extraction, unplaced=unplaced)
         costs.keep_factors(first_of_kinds(cluster.devices), factors)
 
@@ -121,7 +121,7 @@ class CoreRuntime:
     def _hand_over(self, cluster: Cluster) -> MeasuredCosts | None:
         """Return the cost of handing over a step; None where workers do not run it."""
         handed = self._has_workers and all(map(is_local_core_set, cluster.names))
-        if not handed or runs_unplaced(cluster.names):
+        if not handed or is_joined(cluster.names):
             return None
         return hand_over_costs(self.extraction)
 
@@ -130,13 +130,13 @@ class CoreRuntime:
 
         Modules are run by one thread, which is the host of all cores and moves between them.
         """
-        if self._by_modules and not runs_unplaced(cluster.names):
+        if self._by_modules and not is_joined(cluster.names):
             hosts = (Host(devices=cluster.names, autograd=True),)
             links = (
                 replace(link, latency_s=max(link.latency_s, moving_s())) for link in cluster.links
             )
             return replace(cluster, hosts=hosts, links=tuple(links))
-        if not self._has_workers or runs_unplaced(cluster.names):
+        if not self._has_workers or is_joined(cluster.names):
             return cluster
         held_bytes = self._memory.held_bytes()
         devices = tuple(
@@ -161,7 +161,7 @@ class CoreRuntime:
         """Return the memory of the workers; None if they cannot run the placement here."""
         names = placement.device_names
         is_run = self._has_workers and placement.micro_batches == 1
-        if not is_run or leaves_unplaced(placement) or not all(map(is_local_core_set, names)):
+        if not is_run or runs_unplaced(placement) or not all(map(is_local_core_set, names)):
             return None
         lists = device_lists(self.extraction.program, placement.devices, order, len(names))
         peaks_bytes = [self._memory.peak_bytes(instructions) for instructions in lists]
@@ -211,7 +211,7 @@ class CoreRuntime:
 
         The costs of the first are measured, those of the second are the problem's.
         """
-        if self.places and runs_unplaced(problem.cluster.names):
+        if self.places and is_joined(problem.cluster.names):
             return []
         alone, costs = problem, self.known_costs(problem.cluster, unplaced=True)
         if costs is not None:
@@ -226,7 +226,7 @@ class CoreRuntime:
         """Return the placed model, whose workers run until it is closed, or its own code."""
         cluster = present(placement.device_names)
         fitting = placement.aligned(GraphArrays.from_graph(self.graph), cluster)
-        if leaves_unplaced(placement):
+        if runs_unplaced(placement):
             return unplaced(placement)(self.extraction)
         if self._by_modules:
             return modules_placed(fitting)(self.extraction)

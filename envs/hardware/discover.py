@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,8 +22,6 @@ from graphs.text import suggestion
 
 MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
-UNEVEN_SHARE: Final = 0.1
-"""Share by which the free memory of GPUs of one kind may differ to count as equal."""
 
 
 class DeviceWarning(UserWarning):
@@ -42,8 +39,7 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
             that can be used, and cpu; without a CUDA device, one hardware thread of each core that
             this process may run on, at most eight.
         memory: {device name: bytes} that placements may use on each device. The default is the
-            memory that is free now; cores share it equally, and GPUs of one kind with nearly as
-            much of it have the least of these.
+            memory that is free now; cores share it equally.
     """
     if names.strip() == "auto":
         from envs.hardware import torch_devices
@@ -72,7 +68,7 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     free = available_memory_bytes()  # once, so that cores are alike
     devices = [_device(name, limits.get(name), shares, free) for name in chosen]
     name = "this-machine:" + ",".join(chosen)
-    return Cluster(name=name, devices=_evened(devices, limits), hosts=_hosts(chosen))
+    return Cluster(name=name, devices=tuple(devices), hosts=_hosts(chosen))
 
 
 def _hosts(names: Sequence[str]) -> tuple[Host, ...]:
@@ -130,22 +126,6 @@ def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Devic
     elif free is not None and limit > free:
         raise ValueError(f"{name} cannot have {limit} bytes of memory: {free} bytes are free")
     return Device(name=name, kind=device_kind(name), memory_bytes=limit)
-
-
-def _evened(devices: Sequence[Device], limits: Mapping[str, int]) -> tuple[Device, ...]:
-    """Return the devices, with equal memory where GPUs of one kind have nearly as much.
-
-    Replicas are on devices that are alike, and contexts of CUDA take some memory of only a few.
-    """
-
-    def evened(device: Device) -> Device:
-        if device.name in limits or not device.name.startswith("cuda:"):
-            return device
-        kind = [d.memory_bytes for d in devices if d.kind == device.kind and d.name not in limits]
-        least = min(size for size in kind if size >= (1 - UNEVEN_SHARE) * max(kind))
-        return replace(device, memory_bytes=min(device.memory_bytes, least))
-
-    return tuple(map(evened, devices))
 
 
 def physical_cores() -> list[int]:

@@ -24,12 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.collectives import Level, MeasuredAllReduce
+from envs.hardware.cluster import Cluster, Device
 from envs.hardware.link_tables import NO_QUEUE
 from envs.problem import Load, Problem
 from graphs.costs import BusyShares
 
 NOMINAL_BYTES: Final = 25 << 20
 """Size of a bucket of gradients."""
+UNEVEN_SHARE: Final = 0.1
+"""Share by which the memory of devices of one kind may differ for replicas to be on both."""
 Block: TypeAlias = tuple[int, ...]
 """Device indices."""
 
@@ -179,6 +182,21 @@ def busy_shares(load: Load | None, groups: Sequence[Sequence[int]]) -> BusyShare
             total = sum(used)
             shares.append(BusyShares(always=(total - own) / mates, at_most=(total - 1) / mates))
     return max(shares, default=BusyShares())
+
+
+def evened(cluster: Cluster) -> Cluster:
+    """Return a cluster in which devices of one kind with nearly equal memory have the least of it.
+
+    Replicas are on devices that are alike, and contexts of CUDA take some memory of only a few.
+    """
+
+    def least_bytes(device: Device) -> int:
+        kind = [d.memory_bytes for d in cluster.devices if d.kind == device.kind]
+        least = min(size for size in kind if size >= (1 - UNEVEN_SHARE) * max(kind))
+        return min(device.memory_bytes, least)
+
+    devices = tuple(replace(d, memory_bytes=least_bytes(d)) for d in cluster.devices)
+    return replace(cluster, devices=devices)
 
 
 def replica_groups(problem: Problem, size: int) -> list[list[Block]]:

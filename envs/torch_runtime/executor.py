@@ -243,7 +243,7 @@ class TorchExecutor:
         if self._running is not None and self._there is placement:
             return self._running
         devices = [self._devices[d] for d in placement.devices]
-        if placement.unplaced:
+        if placement.leaves_unplaced:
             self._running = UnplacedModel(self._extraction, device=devices[0])
         elif self._placed is None:
             self._running = self._placed = placed_module(

@@ -65,7 +65,7 @@ class WorkerExecutor:
         Raises:
             DevicesLostError: this process cannot use the devices any more.
         """
-        if placement.unplaced:
+        if placement.leaves_unplaced:
             self._end()
             try:
                 return self._in_process.run(placement)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from envs.core_runtime.executor import leaves_unplaced
+from envs.core_runtime.executor import runs_unplaced
 from envs.executors.cores.pool import spread_seed
 from envs.hardware.discover import cores_of, is_core
 from envs.hardware.torch_devices import uuid_of
@@ -204,7 +204,7 @@ def occupy(local: Placement) -> None:
     """Keep this process to the cores of its replica, with a thread on each if it is unplaced."""
     if not all(map(is_core, local.device_names)):
         return
-    unplaced = leaves_unplaced(local)
+    unplaced = runs_unplaced(local)
     names = local.used_devices if unplaced else local.device_names
     cores = {core for name in names for core in cores_of(name)}
     os.sched_setaffinity(0, cores)

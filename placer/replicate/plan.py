@@ -23,7 +23,7 @@ from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator
-from envs.replicas.topology import Block, busy_shares, replica_groups, slot_networks
+from envs.replicas.topology import Block, busy_shares, evened, replica_groups, slot_networks
 from envs.replication import Replication
 from envs.runtime import costed
 from graphs.costs import BusyShares, with_busy_devices
@@ -144,7 +144,7 @@ class _Planner:
     def plan(self, *, with_unplaced: bool = False) -> ReplicaPlan:
         graph, arrays = self._beside(1, BusyShares())
         cost_source = graph.graph["cost_source"]
-        problem = Problem.of(arrays, self.source.whole.cluster)
+        problem = Problem.of(arrays, evened(self.source.whole.cluster))
         planned = list(self._planned(problem))
         self.collectives = self.source.collectives(self._levels(problem, planned))
         load_compiled_code_in_a_stage(self.progress)

@@ -32,7 +32,7 @@ MOST_PLACED: Final = 3
 MEMORY_SHARE: Final = 0.8
 """Share of the host's free memory that all ranks may take together, as all are started at once."""
 RANK_BYTES: Final = 1 << 30
-"""Memory of a rank on a GPU besides its tensors, there and of the host: CUDA, libraries, NCCL.
+"""Memory of a new process besides its tensors, on its GPU and on the host: CUDA, libraries, NCCL.
 
 It is a guess.
 """
@@ -64,9 +64,8 @@ def with_trials(
     from placer.parallel.trials import Runs, Trial, copied, loaded, run_trials
 
     def held_bytes(split: Split) -> Mapping[str, int]:
-        if all(map(is_core, plan.problem.cluster.names)):
-            return {HOST: ranks_bytes(split, extractions[plan.requested.parts(split.replicas)])}
-        return gpu_ranks_bytes(split)
+        extraction = extractions[plan.requested.parts(split.replicas)]
+        return ranks_bytes(split, extraction, forked=target is None)
 
     chosen, no_room = worth_trying(plan, free_memory_bytes(plan), held_bytes)
     parts = [plan.requested.parts(split.replicas) for split in chosen]
@@ -146,11 +145,17 @@ def free_memory_bytes(plan: ReplicaPlan) -> dict[str, float]:
     return free
 
 
-def gpu_ranks_bytes(split: Split) -> dict[str, int]:
-    """Return the predicted memory of all ranks of a split on GPUs, of each and of the host."""
+def ranks_bytes(split: Split, extraction: Extraction | None, *, forked: bool) -> dict[str, int]:
+    """Return the predicted memory of all ranks of a split, of the host and of each GPU.
+
+    New processes, which are not ``forked``, load the whole model on the host.
+    """
     assert split.result is not None, "it is feasible"
+    held = Counter({HOST: 0 if forked else split.replicas * (RANK_BYTES + model_bytes(extraction))})
+    if all(map(is_core, split.groups[0])):
+        held[HOST] += core_ranks_bytes(split, extraction)
+        return dict(held)
     peaks_bytes = split.result.best.peak_memory_bytes
-    held = Counter({HOST: split.replicas * RANK_BYTES})
     for group in split.groups:
         for planned, name in zip(split.groups[0], group, strict=True):
             own_bytes = RANK_BYTES if name.startswith("cuda:") else 0
@@ -158,8 +163,14 @@ def gpu_ranks_bytes(split: Split) -> dict[str, int]:
     return dict(held)
 
 
-def ranks_bytes(split: Split, extraction: Extraction | None) -> int:
-    """Return the predicted memory of all ranks of a split: of their workers, where they have some.
+def model_bytes(extraction: Extraction | None) -> int:
+    """Return the memory of the parameters and buffers of a model; 0 without one."""
+    state = {} if extraction is None else extraction.step.named_state()
+    return sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
+
+
+def core_ranks_bytes(split: Split, extraction: Extraction | None) -> int:
+    """Return the predicted memory of all ranks on cores: of their workers, where they have some.
 
     The tensors of a step stand for what a rank without workers takes.
     """

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from envs.executors.checks import checked_rate, load_optimizer_state, matched_leaves
 from envs.executors.cores.custom_ops import registrations
 from envs.executors.cores.errors import WorkerError
-from envs.executors.device_workers.pool import DevicePool
+from envs.executors.device_workers.pool import DevicePool, deferred_interrupt
 from envs.executors.device_workers.sharing import SHARING, Sharing
 from envs.executors.device_workers.sources import step_sources
 from envs.executors.state_devices import STATE_ROLES
@@ -29,7 +29,7 @@ class PlacedStep:
     the step updates them: a training step needs one. The model keeps the values that it had when it
     was placed until :meth:`read_back` or :meth:`close`, and its own changes have no effect until
     :meth:`write`. If a worker fails, what was not read back is lost. Ctrl-C has an effect once the
-    step is over.
+    step is over, or all values are copied; a second one ends the workers at once.
 
     Results are on the CPU. A step ends when all devices are idle. Random numbers differ from those
     of the model itself: each worker has its own.
@@ -162,24 +162,33 @@ class PlacedStep:
             WorkerError: a worker died, or its device has no room.
         """
         state = self._step.named_state()
-        for number, of_device in enumerate(self._sources.devices):
-            for value in of_device.states:
-                tensor = state[self._names[value]].detach().to(CPU).clone()
-                self._pool.ask_one(
-                    number, "load_state", value=value, tensor=tensor, trained=value in self._trained
-                )
+        with deferred_interrupt():
+            for number, of_device in enumerate(self._sources.devices):
+                for value in of_device.states:
+                    self._pool.ask_one(
+                        number,
+                        "load_state",
+                        value=value,
+                        tensor=state[self._names[value]].detach().to(CPU).clone(),
+                        trained=value in self._trained,
+                    )
 
     @torch.no_grad()
     def read_back(self) -> None:
         """Copy parameters and buffers back to the model.
 
         Raises:
-            WorkerError: a worker died.
+            WorkerError: a worker died; the model keeps the values that it has.
         """
         state = self._step.named_state()
-        for number, of_device in enumerate(self._sources.devices):
-            for value in of_device.states:
-                state[self._names[value]].copy_(self._pool.ask_one(number, "state", value=value))
+        with deferred_interrupt():
+            read = {
+                self._names[value]: self._pool.ask_one(number, "state", value=value)
+                for number, of_device in enumerate(self._sources.devices)
+                for value in of_device.states
+            }
+            for name, tensor in read.items():  # all or none
+                state[name].copy_(tensor)
 
     @property
     def learning_rate(self) -> float:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -28,6 +32,33 @@ from graphs.optimizer import Optimizer
 MODULE: Final = "envs.executors.device_workers.worker"
 START_TIMEOUT_S: Final = 120.0
 ENDING_S: Final = 30.0
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Let Ctrl-C have an effect after a block; a second one has it at once.
+
+    Outside the main thread, where Python handles no signals, this does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    is_pending = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_pending
+        again, is_pending = is_pending, not is_pending
+        if again:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if is_pending:
+            signal.raise_signal(signal.SIGINT)
 
 
 class DevicePool:
@@ -121,24 +152,18 @@ class DevicePool:
             raise WorkerError("the workers of this placed step have ended; place it again")
         timeout_s = timeout_s or self.step_timeout_s
         answers: dict[int, Any] = {}
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            for number, message in enumerate(messages):
-                self._send(number, message)
+        with deferred_interrupt():
             try:
+                for number, message in enumerate(messages):
+                    self._send(number, message)
                 self._collect(answers, timeout_s)
-            except KeyboardInterrupt as error:
-                interrupt = error
-                self._collect(answers, timeout_s)
-        except BaseException:
-            self.close()  # an old answer would be taken for the next one
-            raise
-        if interrupt is not None:
-            raise interrupt
+            except BaseException:
+                self.close()  # an old answer would be taken for the next one
+                raise
         return [answers[number] for number in range(len(self._workers))]
 
     def ask_one(self, number: int, method: str, **arguments: Any) -> Any:
-        """Let one worker run a method."""
+        """Let one worker run a method; Ctrl-C ends the workers, unless the caller defers it."""
         try:
             self._send(number, (method, arguments))
             return self._answer(number)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from envs.collectives import Level
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
-from envs.replicas.topology import busy_shares, levels_of, nested_blocks, replica_groups
+from envs.replicas.topology import busy_shares, evened, levels_of, nested_blocks, replica_groups
 from graphs.costs import BusyShares
 from graphs.graph import GraphArrays, add_op, new_graph
 from tests.helpers.clusters import nodes
@@ -152,6 +152,21 @@ def test_groups_with_other_memory_or_links_are_not_alike() -> None:
     assert replica_groups(problem_on(slower), 2) == [[(0, 1)], [(2, 3)]]
     shared = replace(cluster.links[1], sharing="bus")
     assert len(replica_groups(problem_on(replace(cluster, links=(shared, *cluster.links))), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "wanted"),
+    [((95, 100, 90), (90, 90, 90)), ((100, 89, 91), (91, 89, 91)), ((10, 9, 8), (9, 9, 8))],
+)
+def test_devices_of_one_kind_with_nearly_equal_memory_count_as_alike(
+    memory_bytes: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    cluster = peers(3)
+    devices = zip(cluster.devices, memory_bytes, strict=True)
+    uneven = tuple(replace(d, memory_bytes=size) for d, size in devices)
+    other = Device(name="other", kind="cpu", memory_bytes=99)
+    found = evened(replace(cluster, devices=(*uneven, other)))
+    assert tuple(d.memory_bytes for d in found.devices) == (*wanted, 99)
 
 
 def test_devices_without_links_are_groups_of_their_own() -> None:

@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from envs.collectives import MeasuredAllReduce
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
 from envs.replication import Replication
+from graphs.extract import Workload, extract
 from placer.job import Job
 from placer.parallel import collectives
 from placer.parallel.collectives import NCCL
@@ -21,13 +24,20 @@ from placer.parallel.local_ranks import RankError
 from placer.replicate.messages import remarks_of
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan
-from placer.replicate.trials import HOST, NO_ROOM, RANK_BYTES, gpu_ranks_bytes
+from placer.replicate.trials import (
+    HOST,
+    NO_ROOM,
+    RANK_BYTES,
+    model_bytes,
+    ranks_bytes,
+)
 from placer.sources.target import Target
 from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import nodes
 from tests.helpers.replica_plans import SEARCH, layers, planned, training, with_rates
 from tests.helpers.second_devices import on_gpus
 
+MODEL_BYTES = 4 * (16 * 32 + 32 + 32 * 4 + 4)  # of training()
 TARGET = """
 import os, torch
 from torch import nn
@@ -75,9 +85,29 @@ def test_ranks_on_gpus_take_the_memory_of_each_and_of_the_host() -> None:
     peaks_bytes = {"cuda:0": 1000, "cpu": 10}
     prediction = replace(best.prediction, peak_memory_bytes=peaks_bytes)
     result = replace(found.result, best=replace(best, prediction=prediction))
-    assert gpu_ranks_bytes(replace(found, groups=groups, result=result)) == {
-        "cuda:0": RANK_BYTES + 1000, "cuda:1": RANK_BYTES + 1000, HOST: 2 * (RANK_BYTES + 10),
-    }  # fmt: skip
+    on_gpus = replace(found, groups=groups, result=result)
+    assert ranks_bytes(on_gpus, extract(training()), forked=False) == {
+        "cuda:0": RANK_BYTES + 1000,
+        "cuda:1": RANK_BYTES + 1000,
+        HOST: 2 * (RANK_BYTES + MODEL_BYTES + 10),
+    }
+
+
+def test_a_tied_parameter_takes_memory_once() -> None:
+    linear = nn.Linear(4, 4)
+    model = nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 4, bias=False))
+    model[2].weight = linear.weight
+    step = Workload.of(model, (torch.zeros(1, 4),), training=False)
+    assert model_bytes(extract(step)) == 4 * (4 * 4 + 4)
+
+
+def test_gpus_with_nearly_equal_free_memory_share_a_plan_for_the_least() -> None:
+    cluster = nodes(1, 2)
+    first, second = cluster.devices
+    uneven = replace(cluster, devices=(replace(first, memory_bytes=95 * 10**13), second))
+    plan = planned(layers(), uneven, Replication(replicas=2))
+    assert plan.best.replicas == 2
+    assert plan.problem.memory_bytes.tolist() == [95 * 10**13] * 2
 
 
 @pytest.mark.slow

@@ -32,7 +32,9 @@ from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, Split, training_of
 from placer.replicate.trials import (
     HOST,
+    RANK_BYTES,
     can_be_tried,
+    core_ranks_bytes,
     ranked,
     ranks_bytes,
     with_factors,
@@ -150,12 +152,12 @@ def test_the_fastest_placed_splits_and_all_unplaced_ones_are_run_as_memory_allow
     wanted = ["4 x 1", "4 x 1 unplaced", *names(by_time[1:3])]
 
     def chosen(memory_bytes: float) -> tuple[list[str], list[str]]:
-        held_bytes = {id(each): {HOST: ranks_bytes(each, None)} for each in plan.splits}
+        held_bytes = {id(each): {HOST: core_ranks_bytes(each, None)} for each in plan.splits}
         found = worth_trying(plan, {HOST: memory_bytes}, lambda each: held_bytes[id(each)])
         return names(found[0]), names(found[1])
 
     assert chosen(1e15) == (wanted, [])
-    assert chosen(ranks_bytes(found.best, None)) == (wanted[:1], wanted[1:])
+    assert chosen(core_ranks_bytes(found.best, None)) == (wanted[:1], wanted[1:])
     assert chosen(1.0) == ([], wanted)
 
 
@@ -303,8 +305,14 @@ def test_ranks_take_the_memory_of_their_workers_not_only_tensors(
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
     plan = planned(training(), cores_cluster(), search=replace(SEARCH, measure=False))
     [pair] = [split for split in plan.splits if split.name == "2 x 1"]
-    tensors_bytes = ranks_bytes(pair, None)
-    assert ranks_bytes(pair, extract(training())) > tensors_bytes + 2 * WORKER_BYTES
+    tensors_bytes = core_ranks_bytes(pair, None)
+    extraction = extract(training())
+    forks_bytes = core_ranks_bytes(pair, extraction)
+    assert forks_bytes > tensors_bytes + 2 * WORKER_BYTES
+    assert ranks_bytes(pair, extraction, forked=True) == {HOST: forks_bytes}
+    model_bytes = 4 * (16 * 32 + 32 + 32 * 4 + 4)  # new processes load it
+    held = {HOST: forks_bytes + 2 * (RANK_BYTES + model_bytes)}
+    assert ranks_bytes(pair, extraction, forked=False) == held
 
 
 def really_tried(folder: str) -> dict[str, object]:

@@ -207,11 +207,11 @@ def test_ctrl_c_lets_the_step_end_and_what_it_learned_stays(
 ) -> None:
     step = with_optimizer(made("conv_net"), "sgd", learning_rate=0.01)
     extraction = extract(copy.deepcopy(step))
-    interrupts = [KeyboardInterrupt()]
+    interrupts = [signal.SIGINT]
 
     def interrupted(*arguments: Any) -> Any:
         if interrupts:
-            raise interrupts.pop()
+            signal.raise_signal(interrupts.pop())
         return wait(*arguments)
 
     with placed(extraction, MACHINES["two GPUs"]) as workers:
@@ -223,6 +223,54 @@ def test_ctrl_c_lets_the_step_end_and_what_it_learned_stays(
         changed = extraction.step.model.state_dict()
         assert any(not torch.equal(changed[n], t) for n, t in step.model.state_dict().items())
         assert torch.isfinite(workers.step(*step.inputs))
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    """Press Ctrl-C so many times at each of the next answers of single workers."""
+    answer = pool.DevicePool._answer
+
+    def interrupted(self: pool.DevicePool, number: int) -> Any:
+        for _ in range(counts.pop(0) if counts else 0):
+            signal.raise_signal(signal.SIGINT)
+        return answer(self, number)
+
+    monkeypatch.setattr(pool.DevicePool, "_answer", interrupted)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 1], [0, 0, 2]])
+def test_ctrl_c_while_states_are_read_back_leaves_no_mixed_model(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int]
+) -> None:
+    is_read = sum(counts) == 1  # a second Ctrl-C ends the workers
+    step = with_optimizer(made("conv_net"), "sgd", learning_rate=0.01)
+    extraction = extract(copy.deepcopy(step))
+    workers = placed(extraction, MACHINES["two GPUs"])
+    workers.step(*step.inputs)
+    interrupting(monkeypatch, list(counts))
+    with pytest.raises(KeyboardInterrupt):
+        workers.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(WorkerError, match="have ended"):
+        workers.step(*step.inputs)
+    initial = dict(step.model.named_parameters())
+    for name, parameter in extraction.step.model.named_parameters():
+        assert torch.equal(parameter, initial[name]) != is_read
+
+
+def test_ctrl_c_while_states_are_written_has_an_effect_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = with_optimizer(made("conv_net"), "sgd", learning_rate=0.01)
+    extraction = extract(copy.deepcopy(step))
+    with placed(extraction, MACHINES["two GPUs"]) as workers:
+        with torch.no_grad():
+            for parameter in extraction.step.model.parameters():
+                parameter.zero_()
+        interrupting(monkeypatch, [0, 1])
+        with pytest.raises(KeyboardInterrupt):
+            workers.write()
+        workers.read_back()
+        assert not any(parameter.any() for parameter in extraction.step.model.parameters())
 
 
 def test_a_full_gpu_is_named() -> None:
