@@ -34,7 +34,7 @@ MEMORY_SHARE: Final = 0.8
 RANK_BYTES: Final = 1 << 30
 """Memory of a new process besides its tensors, on its GPU and on the host: CUDA, libraries, NCCL.
 
-It is a guess.
+Assumed, not measured.
 """
 NO_ROOM: Final = "its ranks do not fit into memory beside those of the other plans"
 HOST: Final = "cpu"
