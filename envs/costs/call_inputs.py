@@ -1,4 +1,4 @@
-"""What the calls of a forward pass read, on the host and as they are timed on a device."""
+"""Inputs of the calls of a forward pass, on the host and as they are timed on a device."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ FEWEST_REPEATS: Final = 3
 RUNS_AT_ONCE: Final = 2
 """On each device in a row; the first does not count."""
 TIMED_ALONE: Final = "states are read from memory"
-"""How calls alone are timed, see :mod:`envs.costs.calls`: times of other ways do not count."""
+"""Way of timing single calls in :mod:`envs.costs.calls`: times of other ways do not count."""
 PROFILE_TIMEOUT_S: Final = 600.0
 
 

@@ -113,7 +113,7 @@ class _MovingThread(ModuleCalls):
         if self._moving is not None:
             yield
             return
-        allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+        allowed = os.sched_getaffinity(0)
         self.stack.clear()  # hooks are not called on Ctrl-C
         with with_threads(len(self._cores[""])):
             self._moving = threading.get_ident()
@@ -124,8 +124,6 @@ class _MovingThread(ModuleCalls):
                 self._moving, self._now = None, ()
                 self._claimed.clear()
                 os.sched_setaffinity(0, allowed)
-                if torch.get_num_threads() != threads:
-                    torch.set_num_threads(threads)
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Move to the cores of the call."""

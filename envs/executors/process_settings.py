@@ -75,11 +75,10 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
 def with_threads(count: int) -> Iterator[None]:
     """Let torch compute with ``count`` threads in this context."""
     before = torch.get_num_threads()
-    if before == count:
-        yield
-        return
-    torch.set_num_threads(count)
+    if before != count:
+        torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

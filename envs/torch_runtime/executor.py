@@ -128,10 +128,12 @@ class TorchExecutor:
             gc.freeze()
             self._open.callback(gc.unfreeze)
 
-    def load(self, placement: Placement) -> _PlacedStep | Failure:
+    def load(self, placement: Placement) -> PlacementTurns | Failure:
         """Return the step as placed, unless it exceeds the memory of the host."""
         excess = self.host_excess(placement)
-        return Failure(reason=excess, overfull=True) if excess else _PlacedStep(self, placement)
+        return (
+            Failure(reason=excess, overfull=True) if excess else PlacementTurns(self.run, placement)
+        )
 
     def close(self) -> None:
         """Drop the copy of the model and lift the memory limits."""
@@ -303,22 +305,26 @@ class TorchExecutor:
         }
 
 
-class _PlacedStep:
-    """One placement on the devices of an executor."""
+class PlacementTurns:
+    """Runs one placement in turns with the others of an executor, which loads it anew."""
 
-    def __init__(self, executor: TorchExecutor, placement: Placement) -> None:
-        self._executor = executor
+    def __init__(
+        self, run: Callable[[Placement], TimedStep | Failure], placement: Placement
+    ) -> None:
+        self._run = run
         self._placement = placement
 
     def warm_up(self) -> Failure | None:
+        """Run the step once; return the failure if it fails."""
         step = self.run()
         return step if isinstance(step, Failure) else None
 
     def run(self) -> TimedStep | Failure:
-        return self._executor.run(self._placement)
+        """Run a turn of the step."""
+        return self._run(self._placement)
 
     def close(self) -> None:
-        """Do nothing: the weights stay for the next evaluation."""
+        """Do nothing: what is loaded stays until the next placement's turn."""
 
 
 def placed_module(

@@ -19,7 +19,7 @@ from envs.hardware.torch_devices import torch_device
 from envs.measured import Failure, TimedStep
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.torch_runtime.executor import TorchExecutor, steady_step_s
+from envs.torch_runtime.executor import PlacementTurns, TorchExecutor, steady_step_s
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph
 
@@ -54,10 +54,12 @@ class WorkerExecutor:
         self._placed: PlacedStep | None = None
         self._there: Placement | None = None  # the placement of these processes
 
-    def load(self, placement: Placement) -> _WorkersStep | Failure:
+    def load(self, placement: Placement) -> PlacementTurns | Failure:
         """Return the step as placed, unless it exceeds the memory of the host."""
         excess = self._in_process.host_excess(placement)
-        return Failure(reason=excess, overfull=True) if excess else _WorkersStep(self, placement)
+        return (
+            Failure(reason=excess, overfull=True) if excess else PlacementTurns(self.run, placement)
+        )
 
     def run(self, placement: Placement) -> TimedStep | Failure:
         """Run a few steps as placed, by other processes than before if need be.
@@ -115,24 +117,6 @@ class WorkerExecutor:
         if self._placed is not None:
             self._placed.discard()  # the model has its values already
         self._placed = self._there = None
-
-
-class _WorkersStep:
-    """One placement on the devices of an executor."""
-
-    def __init__(self, executor: WorkerExecutor, placement: Placement) -> None:
-        self._executor = executor
-        self._placement = placement
-
-    def warm_up(self) -> Failure | None:
-        step = self.run()
-        return step if isinstance(step, Failure) else None
-
-    def run(self) -> TimedStep | Failure:
-        return self._executor.run(self._placement)
-
-    def close(self) -> None:
-        """Do nothing: the processes end with the next placement's turn, or with the executor."""
 
 
 def placed_step(

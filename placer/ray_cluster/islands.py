@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Nodes(Protocol):
-    """What runs the tasks, as :class:`placer.ray_cluster.connection.RayCluster` does."""
+    """Runs tasks, as :class:`placer.ray_cluster.connection.RayCluster` does."""
 
     @property
     def processors(self) -> int:

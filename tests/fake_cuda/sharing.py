@@ -60,7 +60,7 @@ OWNERS: Final = {"record_stream": CudaTensor, "wait_stream": Stream, "synchroniz
 
 @dataclass(frozen=True)
 class LacksOne(FakeSharing):
-    """As above, in processes where one method or function does nothing."""
+    """Shares as above, in processes where one method or function does nothing."""
 
     lacks: str = ""
 

@@ -222,7 +222,7 @@ def measured_while_idle(overlap: bool, seed: int) -> None:
         for placement in (everywhere(problem, 0), alternating(problem)):
             step = placed.load(placement)
             for _ in range(2):
-                assert isinstance(step, executor._PlacedStep)
+                assert isinstance(step, executor.PlacementTurns)
                 found = step.run()
                 assert isinstance(found, TimedStep), found
                 with torch.cuda.stream(side):  # the caller's own work, before the next turn

@@ -44,7 +44,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSource:
-    """What one device runs: the text of its function and the names that the text uses.
+    """Text of the function that one device runs, and the names that the text uses.
 
     ``inputs`` are edges from the parent, and ``results`` edges to it, by value and by position
     among the results; ``states`` the values of the states whose home it is.

@@ -19,7 +19,7 @@ from envs.executors.device_workers.transport import Transport
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """What crossed the borders of a stage, in a training step."""
+    """Tensors that crossed the borders of a stage, in a training step."""
 
     received: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # leaf, edge back
     sent: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # value, edge back

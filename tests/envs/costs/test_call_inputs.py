@@ -1,4 +1,4 @@
-"""What calls read while they are timed on a GPU: its cache holds what it holds in a step."""
+"""Inputs of calls that are timed on a GPU: its cache holds what it holds in a step."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def _address(tensor: torch.Tensor) -> int:
 def assert_read_from_memory(addresses: list[int], size: int) -> None:
     """Check that between two reads of one tensor others as large as the cache are read."""
     last: dict[int, int] = {}
-    for now, address in enumerate(addresses):
+    for position, address in enumerate(addresses):
         if address in last:
-            others = {*addresses[last[address] + 1 : now]}
+            others = {*addresses[last[address] + 1 : position]}
             assert len(others) * size >= CACHE_BYTES
-        last[address] = now
+        last[address] = position
     assert len(last) > 1
 
 
