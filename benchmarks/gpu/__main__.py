@@ -7,6 +7,7 @@ of everything on one device, of random placements and of search results, with th
 placements that simulate them again (``python -m benchmarks hosts``; the graphs of the models are in
 gpu.graphs.json), and the placed module on one device against the model itself. Then
 benchmarks/gpu/offload.py, limit by limit, copies that overlap with compute against copies in line,
+one thread against a process for each device,
 the same step in three processes, and ``torch.compile``. What the time limit does not leave room for
 is skipped.
 """
@@ -16,9 +17,10 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,10 +42,15 @@ from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import cuda_devices, torch_device
+from envs.measured import Failure
 from envs.problem import Problem
 from envs.runtime import calibrated
 from envs.simulator import Simulator
+from envs.torch_runtime.executor import TorchExecutor
+from envs.torch_runtime.worker_executor import WorkerExecutor
 from graphs.extract import Extraction, Workload
+from graphs.extract.placeable import CallGraph
+from graphs.optimizer import Optimizer
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code
 
@@ -58,6 +65,8 @@ OVERLAP_SHARES = (0.5, 0.9)
 OVERLAP_S = 2.0
 """Seconds of step pairs (copies in line, copies overlapped) for each placement."""
 HALF = 0.5
+TURNS = 4
+"""Turns of a placement driven by one thread, and by a process for each device."""
 
 
 def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
@@ -198,6 +207,48 @@ def in_pairs(
     }
 
 
+def process_each(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Compare one thread for all devices with a process for each: steps with SGD, in turns."""
+    step = replace(bench.extraction.step, optimizer=Optimizer.of("sgd"))
+    own = Workbench(step, cluster)
+    problem = own.problem()
+    rng = np.random.default_rng(0)
+    plans = [everything_on(problem, 0)]
+    plans += [
+        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
+        for share in OVERLAP_SHARES
+    ]
+    found["rows"] = [one_thread_or_processes(own, problem, plan) for plan in plans]
+
+
+def one_thread_or_processes(bench: Workbench, problem: Problem, plan: Candidate) -> dict[str, Any]:
+    """Time one placement driven by one thread and by a process for each device, in turns."""
+    placed = placement(problem, plan)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    calls = cast("CallGraph", bench.runtime.calls)  # not a map of modules
+    with ExitStack() as opened:
+        loaded = []
+        for kind in (TorchExecutor, WorkerExecutor):
+            executor = kind(bench.extraction, calls, problem, limits={})
+            opened.callback(executor.close)
+            loaded.append(executor.load(placed))
+        for _ in range(TURNS):
+            for each, own in zip(loaded, seconds, strict=True):
+                step = each if isinstance(each, Failure) else each.run()
+                if isinstance(step, Failure):
+                    return {"name": plan.name, "failure": step.reason}
+                own.append(step.wall_s)
+    one, processes = seconds
+    return {
+        "name": plan.name,
+        "one thread": quartiles(one),
+        "processes": quartiles(processes),
+        "processes_over_one_thread": statistics.median(
+            p / o for o, p in zip(*seconds, strict=True)
+        ),
+    }
+
+
 def replaced(bench: Workbench, step: Workload) -> Extraction:
     """Return the extraction with another copy of the model."""
     return replace(bench.extraction, step=step)
@@ -260,6 +311,9 @@ def main() -> None:
         for name, make in models(small=small).items():
             one_model(record, cluster, name, make, benches)
         under_limits(record, cluster, benches)
+        for name in benches if cuda_devices() else ():
+            part = partial(process_each, benches[name], cluster)
+            record.part(f"{name}: a process for each device", part)
         again = partial(in_processes, COMPARED, small=small)
         record.part(f"{COMPARED}: in {PROCESSES} processes", again)
         for name in benches if cuda_devices() else ():
