@@ -10,7 +10,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -46,10 +46,18 @@ class Effort:
 class Record:
     """Results of a run; the file is rewritten after every part.
 
-    ``out`` may be a folder; the file in it is named after the day and the machine.
+    ``out`` may be a folder; the file in it is named after the day and the machine. Only parts of
+    ``kinds`` are run, if any are given.
     """
 
-    def __init__(self, out: Path | None = None, limit_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        out: Path | None = None,
+        limit_s: float = math.inf,
+        *,
+        kinds: Collection[str] = (),
+    ) -> None:
+        self.kinds = kinds
         self.limit_s = limit_s
         self.began = time.perf_counter()
         self.data: dict[str, Any] = {"environment": environment(), "parts": {}}
@@ -73,9 +81,11 @@ class Record:
 
         The part is skipped if the longest part of its kind so far took longer than the time left.
         """
+        kind = name.rpartition(": ")[2]
+        if self.kinds and kind not in self.kinds:
+            return None
         found: dict[str, Any] = {}
         self.data["parts"][name] = found
-        kind = name.rpartition(": ")[2]
         if why := self._why_not(kind):
             found["skipped"] = why
             self.say(f"{name}: {why}")

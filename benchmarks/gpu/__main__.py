@@ -58,6 +58,7 @@ PAIRS = 15
 PAIRS_S = 5.0
 RANDOM_SHARES = (0.5, 0.9, 0.97)
 """Shares of the co-location groups that random placements put on the accelerator."""
+PROFILE = "profile"
 INFERENCE = "mixture of experts", "language model"
 COMPARED = "mixture of experts"
 """Model whose step is timed in several processes."""
@@ -65,6 +66,7 @@ OVERLAP_SHARES = (0.5, 0.9)
 OVERLAP_S = 2.0
 """Seconds of step pairs (copies in line, copies overlapped) for each placement."""
 HALF = 0.5
+PROCESS_SHARES = (0.9, 0.97)
 TURNS = 4
 """Turns of a placement driven by one thread, and by a process for each device."""
 
@@ -108,7 +110,6 @@ def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
         joint_ops=bench.extraction.program.op_count,
         state_bytes=sum(t.nbytes for t in {id(t): t for t in state}.values()),
         costs_ns=bench.costs_ns(),
-        **bench.seconds,
     )
     rng = np.random.default_rng(0)
     plans = [everything_on(problem, d) for d in range(problem.device_count)]
@@ -216,7 +217,7 @@ def process_each(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> N
     plans = [everything_on(problem, 0)]
     plans += [
         in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
-        for share in OVERLAP_SHARES
+        for share in PROCESS_SHARES
     ]
     found["rows"] = [one_thread_or_processes(own, problem, plan) for plan in plans]
 
@@ -275,18 +276,20 @@ def one_model(
 
     def profiled(found: dict[str, Any]) -> None:
         benches[name] = Workbench(make(), cluster)
+        found.update(benches[name].seconds)
         if record.out is not None:
             save_graphs(benches, record.out)
-        no_limit(record, benches[name], found)
 
-    record.part(f"{name}: no limit", profiled)
+    record.part(f"{name}: {PROFILE}", profiled)
     if name in benches:
+        record.part(f"{name}: no limit", partial(no_limit, record, benches[name]))
         record.part(f"{name}: overhead", partial(overhead, benches[name], cluster))
 
 
 def under_limits(record: Record, cluster: Cluster, benches: dict[str, Workbench]) -> None:
     """Measure all models under one limit after the other, then inference and overlap."""
-    known = {name: record.data["parts"][f"{name}: no limit"].get("peak_bytes") for name in benches}
+    parts = record.data["parts"]
+    known = {name: parts.get(f"{name}: no limit", {}).get("peak_bytes") for name in benches}
     for share in offload.SHARES:
         for name, peak_bytes in known.items():
             if peak_bytes:
@@ -302,7 +305,8 @@ def under_limits(record: Record, cluster: Cluster, benches: dict[str, Workbench]
 
 def main() -> None:
     options = arguments("Everything of torch devices that can be measured.", 460)
-    record = Record(options.out, options.limit)
+    always = {"compiled code", PROFILE} if options.parts else set()
+    record = Record(options.out, options.limit, kinds=always | set(options.parts))
     small = options.small or not cuda_devices()
     benches: dict[str, Workbench] = {}
     with two_devices() as cluster:

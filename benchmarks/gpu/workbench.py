@@ -165,4 +165,7 @@ def arguments(description: str, limit_s: float) -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="small models, as where there is no CUDA device"
     )
+    parser.add_argument(
+        "--parts", nargs="+", default=[], metavar="KIND", help='only these, such as "overlap"'
+    )
     return parser.parse_args()

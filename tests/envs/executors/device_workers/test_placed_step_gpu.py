@@ -34,7 +34,9 @@ pytestmark = [
 )
 @pytest.mark.parametrize("name", ["conv_net", "tied_weights", "norm_twice", "attention"])
 def test_random_placements_train_as_torch_does(name: str, devices: list[torch.device]) -> None:
-    step = with_optimizer(made(name), "adamw", learning_rate=0.01)
+    # not adam: it makes steps of full size of the rounding errors that are the gradients of biases
+    # before norms and of attention's keys
+    step = with_optimizer(made(name), "momentum", learning_rate=0.01)
     plain = copy.deepcopy(step)
     assert plain.optimizer is not None
     optimizer = torch_optimizer(plain.model, plain.optimizer)
