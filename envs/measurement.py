@@ -15,6 +15,8 @@ CONTENDED: Final = 1.15
 """Ratio of wall to CPU-clock time above which other processes used the cores."""
 SMALLEST_DIFFERENCE: Final = 0.005
 """Relative difference below which two placements are a tie, however often they were run."""
+ONE_ROUND_DIFFERENCE: Final = 0.25
+"""Relative difference up to which two placements that ran once are a tie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +138,15 @@ def tied(a: Measurement, b: Measurement, *, contended: bool = False) -> bool:
 
     The rounds are paired: with r the logarithms of the time ratios, the placements differ if
     ``|median(r)|`` exceeds both the smallest difference and two standard errors of the median,
-    1.253 * 1.4826 * MAD(r) / sqrt(rounds).
+    1.253 * 1.4826 * MAD(r) / sqrt(rounds). A single round shows no noise: there the difference has
+    to be large.
     """
     if not (a.ok and b.ok):
         return a.ok == b.ok
-    if len(a.wall_s) == 1 and not (a.exact and b.exact):
-        return True  # a single round shows no noise
     ratio = np.log(a.cpu_clock_s / b.cpu_clock_s) if contended else np.log(a.wall_s / b.wall_s)
     middle = float(np.median(ratio))
+    if len(ratio) == 1 and not (a.exact and b.exact):
+        return bool(abs(middle) <= np.log1p(ONE_ROUND_DIFFERENCE))
     error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
     return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
 

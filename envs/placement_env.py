@@ -19,7 +19,7 @@ from envs.hardware.cluster import Cluster
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
 from envs.placement import Placement
 from envs.problem import Problem, toy_problem
-from envs.runtime import backend_named, costed_problem, run_by_own_code, runtime_for
+from envs.runtime import backend_named, costed_problem, extraction_for, runtime_for
 from envs.simulator import Simulated
 from graphs.graph import GraphArrays, completed
 from graphs.graph_file import load_graph
@@ -107,10 +107,8 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             raise ValueError("give one of workload, graph and pool")
         runtime = None
         if workload is not None:
-            from graphs.extract import extract  # imports torch
-
             devices = cluster_of(cluster, memory)
-            extraction = extract(workload, any_data=run_by_own_code(devices.names))
+            extraction = extraction_for(workload, devices.names)
             runtime = runtime_for(extraction, devices, overlap=overlap)
             pool = [costed_problem(runtime, devices)]
         elif graph is not None:

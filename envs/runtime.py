@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from envs.executors.unplaced import UnplacedModel
     from envs.measured import Measured
     from envs.simulator.schedule import Schedule
-    from graphs.extract import Extraction
+    from graphs.extract import Extraction, Workload
 
 
 BACKENDS: Final = ("simulated", "measured")
@@ -155,12 +155,18 @@ def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = Fal
     return CoreRuntime(extraction, cluster)
 
 
-def run_by_own_code(names: Iterable[str]) -> bool:
-    """Return whether devices run modules where a recording holds for the example inputs only.
+def extraction_for(workload: Workload, names: Iterable[str], extractor: str = "auto") -> Extraction:
+    """Extract a step for these devices.
 
-    Pinned cores of this machine do; for others, a user has to ask for modules.
+    Where a recording would hold for the example inputs only, pinned cores of this machine run
+    modules by the model's own code; for other devices, a user has to ask for modules.
+
+    Raises:
+        ExtractionError: no extractor can extract the step.
     """
-    return all(map(is_local_core_set, names))
+    from graphs.extract import extract  # imports torch
+
+    return extract(workload, extractor, any_data=all(map(is_local_core_set, names)))
 
 
 def start_ahead(cluster: Cluster) -> None:

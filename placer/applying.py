@@ -19,7 +19,7 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import present
 from envs.hardware.host import Host
 from envs.placement import Placement
-from envs.runtime import run_by_own_code, runtime_for
+from envs.runtime import extraction_for, runtime_for
 from graphs.extract import AUTO, Extraction, Workload, extract
 from graphs.extract.eager import check_has_memory
 from graphs.optimizer import Optimizer
@@ -212,7 +212,7 @@ def _extracted(
         optimizer=optimizer,
         dtype=dtype,
     )
-    return extract(step, extractor, any_data=run_by_own_code(placement.device_names))
+    return extraction_for(step, placement.device_names, extractor)
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:

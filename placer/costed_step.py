@@ -17,7 +17,7 @@ from envs.hardware.discover import is_core, is_here, is_local_core_set
 from envs.hardware.units import human_bytes
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.runtime import costed, run_by_own_code, runtime_for
+from envs.runtime import costed, extraction_for, runtime_for
 from graphs.graph import GraphArrays
 from graphs.selection import ConstraintError
 from placer.job import Job
@@ -76,7 +76,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
     from envs.costs.roofline import check_cluster
     from envs.executors.cores.custom_ops import registrations
     from envs.runtime import calibrated
-    from graphs.extract import Workload, extract
+    from graphs.extract import Workload
     from graphs.extract.eager import check_has_memory
 
     workload, cluster = job.source, job.cluster
@@ -86,7 +86,7 @@ def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> Cost
         check_has_memory(workload)
     progress.stage("Extracting the graph")
     with compiled_beside() if simulates else nullcontext(False) as compiles:
-        extraction = extract(workload, job.extractor, any_data=run_by_own_code(cluster.names))
+        extraction = extraction_for(workload, cluster.names, job.extractor)
         if extraction.step_program is not None and any(map(is_local_core_set, cluster.names)):
             registrations(extraction.program)  # raises for operators that workers cannot have
         if simulates and any(map(is_local_core_set, cluster.names)):

@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if is_graph_file(args.target):
         raise UsageError("a graph file has no modules to name: give the model that it is of")
     check_model_options(args, args.target)
-    from envs.runtime import run_by_own_code
-    from graphs.extract import extract
+    from envs.runtime import extraction_for
     from graphs.files import write_whole
     from placer.exports import format_named
     from placer.exports.format import export_extracted
@@ -80,9 +79,8 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         placement = _placement(args.placement)
         check_renamed(args.renamed, placement.device_names)
-    own_code = run_by_own_code(placement.device_names)
     step = target_of(args).load(weights=predict)
-    extraction = extract(step, args.extractor, any_data=own_code)
+    extraction = extraction_for(step, placement.device_names, args.extractor)
     with usage_errors(ExportError):
         exported = export_extracted(
             format_named(args.format),

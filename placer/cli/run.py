@@ -210,8 +210,7 @@ def _infer(args: argparse.Namespace) -> int:
 
     from envs.hardware.units import milliseconds
     from envs.placement import Placement
-    from envs.runtime import run_by_own_code
-    from graphs.extract import extract
+    from envs.runtime import extraction_for
     from placer.applying import apply_extracted, check_can_run
     from placer.parallel.data import Batches, FromFunction, MadeUp
     from placer.sources.target import load_function, load_step
@@ -226,8 +225,7 @@ def _infer(args: argparse.Namespace) -> int:
             batches = FromFunction(load_function(args.data), step)
     if args.data is None:
         say(args, "no --data: batches are made up")
-    own_code = run_by_own_code(placement.device_names)
-    extraction = extract(step, args.extractor, any_data=own_code)
+    extraction = extraction_for(step, placement.device_names, args.extractor)
     seconds = []
     with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
         for number in range(args.steps):

@@ -19,8 +19,8 @@ from envs.executors.cores.pool import spread_seed
 from envs.hardware.discover import cores_of, is_core
 from envs.hardware.torch_devices import uuid_of
 from envs.placement import Placement
-from envs.runtime import run_by_own_code, tensor_device
-from graphs.extract import Workload, extract
+from envs.runtime import extraction_for, tensor_device
+from graphs.extract import Workload
 from placer.applying import apply_extracted, check_can_run
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.liveness import Liveness, RunStore, shared_secret
@@ -142,8 +142,7 @@ def train_rank(
                 started(ranks, bool(sharing) if cuda else run.is_shared)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
             occupy(run.local)
-            own_code = run_by_own_code(run.local.device_names)
-            extraction = extract(run.step, request.extractor, any_data=own_code)
+            extraction = extraction_for(run.step, run.local.device_names, request.extractor)
             replica = Replica(apply_extracted(extraction, run.local))
             sync = synced(
                 replica,

@@ -18,9 +18,9 @@ from envs.measured import Measured
 from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.runtime import Runtime, calibrated, costed, run_by_own_code, runtime_for
+from envs.runtime import Runtime, calibrated, costed, extraction_for, runtime_for
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
-from graphs.extract import ExtractionError, Workload, extract
+from graphs.extract import ExtractionError, Workload
 from graphs.extract.eager import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
@@ -86,7 +86,7 @@ class MeasuredDecoders:
             raise ValueError("on one device there is nothing to learn: name two or more")
         check_has_memory(step)
         report("extracting the graph")
-        extraction = extract(step, any_data=run_by_own_code(cluster.names))
+        extraction = extraction_for(step, cluster.names)
         runtime = runtime_for(extraction, cluster)
         if not runtime.places:
             raise ExtractionError(extraction.core_refusal)

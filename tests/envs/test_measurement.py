@@ -73,8 +73,12 @@ def test_under_contention_cpu_clock_times_are_compared() -> None:
     assert not tied(a, b, contended=True)
 
 
-def test_one_round_shows_no_noise_and_decides_nothing() -> None:
-    assert tied(measurement([1.0]), measurement([2.0]))
+def test_one_round_decides_only_where_the_difference_is_large() -> None:
+    one = measurement([1.0])
+    assert tied(one, measurement([1.2]))
+    assert tied(measurement([1.2]), one)
+    assert not tied(one, measurement([2.0]))
+    assert not tied(measurement([2.0]), one)
 
 
 def test_a_failure_ties_with_failures_only() -> None:
