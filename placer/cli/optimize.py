@@ -160,7 +160,10 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=DEVICE",
     )
     option(
-        group, "--start-from", "warm start: a placement or device_map, always measured", type=Path
+        group,
+        "--start-from",
+        "warm start: a placement or device_map to search from, always measured",
+        type=Path,
     )
     option(
         group,

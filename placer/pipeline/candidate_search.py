@@ -70,9 +70,12 @@ class CandidateSearch:
         if not self.places:
             return []
         began = time.perf_counter()
-        config, searched = self.config, problem
+        config, searched, start = self.config, problem, None
+        if self.warm_start is not None:
+            start = Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
         if self.coarse is not None:
             searched = grouped_problem(self.coarse, problem)
+        begins_there = self.coarse is None and not (self.warm_start and self.warm_start.unplaced)
         request = SearchRequest(
             searched,
             budget,
@@ -81,16 +84,16 @@ class CandidateSearch:
             should_stop=self.interrupt.asked,
             search_trace=search_trace,
             workers=config.worker_count,
+            start=start if begins_there else None,
         )
         with self.interrupt.polled():
-            candidates = config.objective.search(request, self.placer)
+            found = config.objective.search(request, self.placer)
+            candidates = [each for each in found if each.kind is not Kind.WARM_START]
             if self.coarse is not None:
                 candidates = [_expanded(candidate, self.coarse) for candidate in candidates]
                 candidates += _by_op(problem)  # groups may exclude good placements
-            if self.warm_start is not None:
-                candidates.append(
-                    Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
-                )
+            if start is not None:
+                candidates.append(start)
             simulated = Simulated(problem)
             predicted = [self._predicted(candidate, simulated) for candidate in candidates]
         self.duration_s += time.perf_counter() - began

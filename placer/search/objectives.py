@@ -56,7 +56,10 @@ class Objective:
         """
         unit_ns = search_unit_ns(request.problem, self.micro_batches, _single_ns(request.problem))
         shorter = in_units(request.problem, unit_ns)
-        request = replace(request, problem=shorter, unit_ns=unit_ns)
+        start, request = (
+            request.start,
+            replace(request, problem=shorter, unit_ns=unit_ns, start=None),
+        )
         balanced: list[Candidate] = []
         rest = replace(request, objective=self.name)
         if self.name == "throughput" and MAX_LOAD in placer.objectives:
@@ -66,8 +69,11 @@ class Objective:
             rest = _part(request, self.name, BALANCING, 1.0)
         whole = problem = request.problem
         if self.micro_batches > 1 and self.name != MAX_LOAD:
-            whole = self._pipelined(problem)
-        candidates = self._with_heuristics(whole, placer.place(replace(rest, problem=whole)))
+            whole, start = self._pipelined(problem), None  # copies have priorities of their own
+        if start is not None:
+            start = Evaluator(whole).candidate(start.kind, start.devices, start.priority)
+        found = placer.place(replace(rest, problem=whole, start=start))
+        candidates = self._with_heuristics(whole, found)
         count = problem.op_count
         return [
             replace(

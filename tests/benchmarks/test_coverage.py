@@ -150,6 +150,7 @@ def _hung(package: str, name: str, results: Connection) -> None:
     time.sleep(3600.0)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_fails_what_it_did_not_send() -> None:
     training, inference = in_own_process(_half_done, "torch", "dies", 120.0)
     assert training.equal

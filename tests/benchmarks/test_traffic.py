@@ -77,7 +77,7 @@ def bytes_per_step(name: str, warm_steps: int, steps: int) -> float:
     return (received_bytes() - begin) / steps
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

@@ -22,7 +22,7 @@ from envs.core_runtime import CoreRuntime
 from envs.executors.modules_on_cores import ModulesOnCores
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Link
-from envs.hardware.discover import discover
+from envs.hardware.discover import discover, present
 from envs.measured import Measured
 from envs.placement import Placement
 from envs.problem import Problem
@@ -277,7 +277,7 @@ def test_a_model_that_reads_values_is_placed_by_its_modules_on_its_own(
     assert not placement.unplaced
     graph = result.problem.graph
     where, priority = (graph.group % 2).astype(np.int32), np.array(placement.priority)
-    both = Placement.of(graph, result.problem.cluster, where, priority)
+    both = Placement.of(graph, present(BOTH.split(",")), where, priority)
     both.save(tmp_path / "placement.json")
     evaluated = placer.evaluate(both, step, backend="measured", progress=False)
     assert evaluated.feasible, evaluated.why

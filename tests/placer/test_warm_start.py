@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,11 +16,13 @@ from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import PHASES, GraphArrays
+from graphs.synthetic.shapes import layered
 from placer.exports.device_map import device_map
 from placer.exports.existing_map import DeviceMap
 from placer.exports.placed_modules import PlacedModules
 from placer.warm_start import load_warm_start, placement_of
 from tests.helpers import tiny_models
+from tests.helpers.clusters import nodes
 from tests.helpers.placed_at_random import cluster_of, cut_placement
 from tests.helpers.tiny_models import Plain
 
@@ -253,3 +256,26 @@ def test_a_search_from_a_placement_is_never_worse_than_it(
     again = search("1e", far.placement)
     assert again.best.kind is placer.Kind.WARM_START
     assert again.best.predicted_s == far.best.predicted_s
+
+
+def test_the_search_goes_on_from_a_warm_start() -> None:
+    graph, cluster = layered(np.random.default_rng(3), ops=120), nodes(1, 3)
+
+    def found(evaluations: int, start: Placement | None = None) -> dict[bool, float]:
+        """Return the best predicted step of the warm start, True, and of the other candidates."""
+        search = placer.SearchConfig(
+            budget=f"{evaluations}e", policy=None, workers=1, start_from=start
+        )
+        result = placer.optimize(graph, cluster, search=search)
+        placements.append(result.placement)
+        best_s = {True: np.inf, False: np.inf}
+        for each in result.candidates:
+            kind = each.kind is placer.Kind.WARM_START
+            best_s[kind] = min(best_s[kind], each.predicted_s)
+        return best_s
+
+    placements: list[Placement] = []
+    good_s = found(1000)[False]
+    alone_s, warm_s = found(300)[False], found(300, placements[0])
+    assert warm_s[True] == pytest.approx(good_s)
+    assert warm_s[False] < alone_s

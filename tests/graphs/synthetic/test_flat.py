@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -41,6 +42,7 @@ def test_a_flat_graph_equals_one_that_was_made_op_by_op() -> None:
     assert (flat.ids, flat.ops, flat.modules) == (plain.ids, plain.ops, plain.modules)
 
 
+@pytest.mark.slow
 def test_a_chain_of_a_million_ops_is_simulated() -> None:
     count = 10**6
     graph = flat_graph(
