@@ -89,7 +89,7 @@ class Pool:
         self.lists = lists
         return 1
 
-    def run(self, number: int) -> StepRun:
+    def run(self, number: int, *, each: bool = False) -> StepRun:
         cpu_s = tuple(np.array([self.seconds(i) for i in own]) for own in self.lists)
         return StepRun(self.BUSY * sum(float(own.sum()) for own in cpu_s), cpu_s)
 
