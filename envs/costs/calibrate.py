@@ -205,7 +205,7 @@ def _runs(pool: WorkerPool, chain: range, placed: Sequence[int], repeats: int) -
     devices = [0] * _PROGRAM.op_count
     devices[chain.start : chain.stop] = placed
     number = pool.load(device_lists(_PROGRAM, devices, chain, len(pool.devices)))
-    return [pool.run(number) for _ in range(WARM_UP + repeats)][WARM_UP:]
+    return [pool.run(number, each=True) for _ in range(WARM_UP + repeats)][WARM_UP:]
 
 
 class _Chains:

@@ -181,7 +181,7 @@ class _WholeStep:
 
     def run_s(self) -> NDArray[np.float64]:
         """Run the step; return the seconds of every op, (N,)."""
-        run = self._pool.run(self._number)
+        run = self._pool.run(self._number, each=True)
         self.wall_s = run.wall_s
         times_s = np.zeros(self._op_count)
         np.add.at(times_s, self._ops, run.cpu_s[0][self._timed])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from envs.executors.cores.arena import Arena
-from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
+from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send, stretches
 from graphs.extract.convert import MAYBE_COPIES
 from graphs.extract.program import VIEW, Call, Ref, StepProgram, Value
 from graphs.extract.recurrent import saves_workspace
@@ -217,6 +217,7 @@ class CompiledList:
         self.in_place = sums_in_place(program, instructions)
         dying = self._last_uses(instructions)
         self.steps = [self._step(i, values) for i, values in zip(instructions, dying, strict=True)]
+        self.stretches = [self.steps[part.start : part.stop] for part in stretches(instructions)]
 
     def forget(self) -> None:
         """Drop every tensor of the last run, except sources."""

@@ -15,6 +15,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import TypeAlias
 
 import numpy as np
@@ -227,6 +228,22 @@ class InstructionLists:
         return [*views, index]
 
 
+def stretches(instructions: Sequence[Instruction]) -> list[range]:
+    """Return the stretches of a list whose CPU times give that of a step.
+
+    One ends with each send; a receive, which waits, is one of its own.
+
+    >>> stretches([Run(0), Run(1), Send(7, (1,)), Receive(8, 1, 1), Run(2)])
+    [range(0, 3), range(3, 4), range(4, 5)]
+    """
+    ends = [
+        k + 1
+        for k, (own, after) in enumerate(zip_longest(instructions, instructions[1:]))
+        if after is None or isinstance(own, Send | Receive) or isinstance(after, Receive)
+    ]
+    return [range(start, end) for start, end in pairwise([0, *ends])]
+
+
 def cpu_clock_s(
     lists: Sequence[Sequence[Instruction]],
     cpu_s: Sequence[NDArray[np.float64]],
@@ -236,7 +253,8 @@ def cpu_clock_s(
 
     Args:
         lists: one instruction list per device, as run.
-        cpu_s: per device the CPU seconds of every instruction, (instructions,).
+        cpu_s: per device the CPU seconds of every instruction, or of every stretch at its last one,
+            (instructions,).
         latency_s: from the end of a send until a waiting receiver goes on.
     """
     sent_s: dict[int, float] = {}

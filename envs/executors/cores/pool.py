@@ -22,7 +22,14 @@ from envs.executors.cores.arena import Arena
 from envs.executors.cores.custom_ops import registrations
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError
 from envs.executors.cores.fork_server import last_line
-from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send
+from envs.executors.cores.instruction_lists import (
+    Give,
+    Instruction,
+    Receive,
+    Run,
+    Send,
+    stretches,
+)
 from envs.executors.cores.processes import Holdings, WorkerProcess
 from envs.executors.cores.worker import Failed, Setup, Stamps
 from envs.hardware.cluster import Device
@@ -50,10 +57,30 @@ NOT_STARTED: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """One run: wall seconds from the first start to the last end, CPU seconds per instruction."""
+    """One run: wall seconds from the first start to the last end, and CPU seconds.
+
+    ``cpu_s`` has those of every instruction of each device, (instructions,), without what reading
+    the clock takes. Where only stretches were timed, the last instruction of each has all of them.
+    """
 
     wall_s: float
-    cpu_s: tuple[NDArray[np.float64], ...]  # per device, (instructions of its list,)
+    cpu_s: tuple[NDArray[np.float64], ...]
+
+
+class _List:
+    """What an instruction list counts of the clock of its worker."""
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self._last = np.array([part.stop - 1 for part in stretches(instructions)], np.intp)
+        self._waits = np.array([isinstance(i, Receive) for i in instructions], np.bool_)
+
+    def cpu_s(self, answer: Stamps) -> NDArray[np.float64]:
+        """Return the CPU seconds of the list, see :class:`StepRun`; waiting counts nothing."""
+        times_ns = np.diff(np.frombuffer(answer.clock_ns, np.int64)) - answer.read_ns
+        found = np.zeros(len(self._waits))
+        found[self._last if len(times_ns) < len(found) else slice(None)] = times_ns.clip(0) * 1e-9
+        found[self._waits] = 0.0
+        return found
 
 
 class WorkerPool:
@@ -79,7 +106,7 @@ class WorkerPool:
         self.step_timeout_s = step_timeout_s
         self.op_names = op_names
         self._lists: dict[int, tuple[tuple[Instruction, ...], ...]] = {}
-        self._receives: dict[int, list[NDArray[np.bool_]]] = {}
+        self._clocked: dict[int, list[_List]] = {}
         self._number = 0
         self._holdings = Holdings()
         self._workers = self._holdings.workers
@@ -110,29 +137,30 @@ class WorkerPool:
         self._number += 1
         self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
         of_all = self._lists[self._number]
-        self._receives[self._number] = [
-            np.array([isinstance(i, Receive) for i in own], dtype=np.bool_) for own in of_all
-        ]
+        self._clocked[self._number] = [_List(instructions) for instructions in of_all]
         self._ask([("load", {"number": self._number, "instructions": own}) for own in of_all])
         return self._number
 
     def unload(self, number: int) -> None:
         """Let every worker drop the list with this number."""
-        del self._lists[number], self._receives[number]
+        del self._lists[number], self._clocked[number]
         self._call("unload", number=number)
 
-    def run(self, number: int) -> StepRun:
-        """Run one step on all devices; its results are then in the arena."""
+    def run(self, number: int, *, each: bool = False) -> StepRun:
+        """Run one step on all devices; its results are then in the arena.
+
+        Timed are stretches of instructions, or ``each`` one, which costs a microsecond per
+        instruction.
+        """
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED
         start_ns = time.perf_counter_ns() + LEAD_NS
-        message = ("run", {"number": number, "start_ns": start_ns})
+        message = ("run", {"number": number, "start_ns": start_ns, "each": each})
         answers: list[Stamps] = self._ask([message] * len(self._workers), number)
-        clocks = [np.frombuffer(answer.clock_ns, np.int64) for answer in answers]
         lists = self._lists[number]
         cpu_s = tuple(
-            np.where(receives, 0.0, np.diff(clock) * 1e-9)
-            for receives, clock in zip(self._receives[number], clocks, strict=True)
+            clocked.cpu_s(answer)
+            for answer, clocked in zip(answers, self._clocked[number], strict=True)
         )
         active = [a for a, instructions in zip(answers, lists, strict=True) if instructions]
         first_ns = min(answer.start_ns for answer in active)

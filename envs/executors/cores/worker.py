@@ -13,13 +13,14 @@ import ctypes
 import mmap
 import os
 import select
+import statistics
 import threading
 import time
 import traceback
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,7 @@ RESET_PEAK: Final = "5"
 """Makes the kernel reset the peak of resident memory, see proc(5)."""
 
 WAKE_UP_NS: Final = 100_000
+READINGS: Final = 101
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,16 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """Start and end of a step, and the clock before the first and after every instruction.
+    """Start and end of a step, and the clock before the first and after every stretch.
 
-    The clock is the thread's CPU time, on several cores the wall clock.
+    The clock is the thread's CPU time, on several cores the wall clock; to read it takes
+    ``read_ns``.
     """
 
     start_ns: int
     end_ns: int
     clock_ns: bytes  # int64
+    read_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ class Worker:
         self.position = positions[setup.device : setup.device + 1]  # in the running list, shared
         # The thread's clock does not see the other threads of a core set.
         self.clock = time.thread_time_ns if setup.threads == 1 else time.perf_counter_ns
+        self.read_ns = time_of_reading(self.clock)
         self.memory = MemoryCount()
         self.list_bytes: dict[int, int] = {}
 
@@ -153,11 +158,15 @@ class Worker:
         """Drop a compiled list."""
         del self.lists[number], self.list_bytes[number]
 
-    def run(self, number: int, start_ns: int) -> Stamps:
-        """Run a list from ``start_ns`` (monotonic clock) on."""
+    def run(self, number: int, start_ns: int, *, each: bool) -> Stamps:
+        """Run a list from ``start_ns`` (monotonic clock) on.
+
+        The clock is read after each instruction, or after each stretch of them.
+        """
         compiled = self.lists[number]
         table, board, clock = compiled.table, self.position, self.clock
-        stamps = array("q", bytes(8 * (len(compiled.steps) + 1)))
+        parts = [[step] for step in compiled.steps] if each else compiled.stretches
+        stamps = array("q", bytes(8 * (len(parts) + 1)))
         self.signals.reset()
         while (left_ns := start_ns - time.perf_counter_ns()) > 0:
             # Sleeping leaves the core to the parent, which may not have told all workers yet.
@@ -165,13 +174,16 @@ class Worker:
                 time.sleep((left_ns - WAKE_UP_NS) * 1e-9)
         stamps[0] = clock()
         start_ns = time.perf_counter_ns()
-        for position, step in enumerate(compiled.steps):
-            board[0] = position
-            step(table)
-            stamps[position + 1] = clock()
+        position = 0
+        for part, steps in enumerate(parts, 1):
+            for step in steps:
+                board[0] = position
+                step(table)
+                position += 1
+            stamps[part] = clock()
         end_ns = time.perf_counter_ns()
         compiled.forget()
-        return Stamps(start_ns, end_ns, stamps.tobytes())
+        return Stamps(start_ns, end_ns, stamps.tobytes(), self.read_ns)
 
     def count_memory(self, number: int) -> None:
         """Release unused memory, and count the peak of this list alone from here on."""
@@ -192,6 +204,12 @@ class Worker:
     def load_random_state(self, state: bytes) -> None:
         """Set the state of the random number generator."""
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def time_of_reading(clock: Callable[[], int]) -> int:
+    """Return the nanoseconds that reading a clock takes: the median over many readings."""
+    times = [clock() for _ in range(READINGS)]
+    return int(statistics.median(after - before for before, after in pairwise(times)))
 
 
 def serve(connection: Connection, shared: Sequence[int]) -> None:

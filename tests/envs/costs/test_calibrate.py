@@ -89,7 +89,7 @@ class Pool:
         self.lists = lists
         return 1
 
-    def run(self, number: int) -> StepRun:
+    def run(self, number: int, *, each: bool = False) -> StepRun:
         cpu_s = tuple(np.array([self.seconds(i) for i in own]) for own in self.lists)
         return StepRun(self.BUSY * sum(float(own.sum()) for own in cpu_s), cpu_s)
 
@@ -263,11 +263,11 @@ def test_a_worker_that_dies_once_while_costs_are_measured_is_replaced(
     run = WorkerPool.run
     killed: list[int] = []
 
-    def dying(pool: WorkerPool, number: int) -> StepRun:
+    def dying(pool: WorkerPool, number: int, *, each: bool) -> StepRun:
         if not killed:
             killed.append(pool._workers[0].process.pid)
             os.kill(killed[0], signal.SIGKILL)
-        return run(pool, number)
+        return run(pool, number, each=each)
 
     monkeypatch.setattr(WorkerPool, "run", dying)
     [cost_s] = profile_runs(extraction, discover(f"core:{CORES[0]}").devices, repeats=1)["core"]

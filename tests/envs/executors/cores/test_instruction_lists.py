@@ -22,6 +22,7 @@ from envs.executors.cores.instruction_lists import (
     cpu_clock_s,
     device_lists,
     priority_order,
+    stretches,
 )
 from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value
 from tests.helpers.one_process import turns
@@ -250,3 +251,22 @@ def test_cpu_clock_time_lies_between_the_busiest_device_and_all_work_in_a_row(
     total = sum(float(own.sum()) for own in cpu_s)
     assert max(float(own.sum()) for own in cpu_s) <= found + 1e-9
     assert found <= total + receives * latency_s + 1e-9
+
+
+@settings(max_examples=100)
+@given(placed_programs(), st.floats(0, 1))
+def test_stretches_give_the_same_cpu_clock_time_as_single_instructions(
+    placed: Placed, latency_s: float
+) -> None:
+    lists = device_lists(*placed)
+    randomly = np.random.default_rng(len(placed[1]))
+    each_s, stretches_s = [], []
+    for own in lists:
+        of_each = np.where([isinstance(i, Receive) for i in own], 0.0, randomly.random(len(own)))
+        of_last = np.zeros(len(own))
+        for part in stretches(own):
+            of_last[part.stop - 1] = of_each[part.start : part.stop].sum()
+        each_s.append(of_each)
+        stretches_s.append(of_last)
+    expected_s = cpu_clock_s(lists, each_s, latency_s)
+    assert cpu_clock_s(lists, stretches_s, latency_s) == pytest.approx(expected_s)

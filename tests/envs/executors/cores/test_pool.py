@@ -13,6 +13,7 @@ import threading
 import time
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from envs.executors.cores import pool as pool_module
 from envs.executors.cores.arena import Arena, load_batch, load_state
 from envs.executors.cores.errors import WorkerError
-from envs.executors.cores.instruction_lists import Run, device_lists
+from envs.executors.cores.instruction_lists import Receive, Run, device_lists, stretches
 from envs.executors.cores.pool import WorkerPool, spread_seed
 from envs.executors.cores.processes import WorkerProcess
 from envs.hardware.cluster import Device
@@ -56,6 +57,22 @@ class Pool(WorkerPool):
         load_batch(self.arena, step, step.inputs, {})
         devices = [op % 2 for op in range(count)] if alternating else [0] * (count - 1) + [1]
         self.number = self.load(device_lists(self.program, devices, range(count), 2))
+
+
+def test_instructions_and_stretches_of_them_are_timed_without_waits() -> None:
+    pool = Pool(alternating=True)
+    with pool:
+        lists = pool._lists[pool.number]
+        each, of_stretches = pool.run(pool.number, each=True), pool.run(pool.number)
+    for own, each_s, stretches_s in zip(lists, each.cpu_s, of_stretches.cpu_s, strict=True):
+        worked = [isinstance(instruction, Run) for instruction in own]
+        waited = [isinstance(instruction, Receive) for instruction in own]
+        assert (each_s[worked] > 0).all()
+        assert (each_s[waited] == 0).all()
+        parts = stretches(own)
+        with_work = {part.stop - 1 for part in parts if any(worked[part.start : part.stop])}
+        last = {part.stop - 1 for part in parts if not waited[part.start]}
+        assert with_work <= set(np.flatnonzero(stretches_s)) <= last
 
 
 def run_for_ever(pool: Pool) -> None:
