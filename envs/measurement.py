@@ -145,7 +145,7 @@ def tied(a: Measurement, b: Measurement, *, contended: bool = False) -> bool:
         return a.ok == b.ok
     ratio = np.log(a.cpu_clock_s / b.cpu_clock_s) if contended else np.log(a.wall_s / b.wall_s)
     middle = float(np.median(ratio))
-    if len(ratio) == 1 and not (a.exact and b.exact):
+    if min(len(a.wall_s), len(b.wall_s)) == 1 and not (a.exact and b.exact):
         return bool(abs(middle) <= np.log1p(ONE_ROUND_DIFFERENCE))
     error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
     return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))

@@ -101,8 +101,9 @@ class SearchConfig:
                 the budget, at least ``LEAST_MEASURING_S``; with evaluations they are not limited.
             overlap: run candidates with copies that overlap compute: on CUDA devices a tensor is
                 sent as soon as it is computed. Only for models that can be exported.
-            start_from: warm start: a placement, a Hugging Face device map, or a file of either. It
-                is an additional candidate and is always run.
+            start_from: warm start: a placement, a Hugging Face device map, or a file of either. The
+                portfolio and annealing go on from it, if there are no groups or micro-batches, and
+                it is always run.
             backend: evaluates the best candidates in place of this machine's devices, also those
                 of a graph with known costs; the fastest by its step times is chosen.
             workers: threads that search side by side. With a budget in seconds the default is one

@@ -7,9 +7,8 @@ of everything on one device, of random placements and of search results, with th
 placements that simulate them again (``python -m benchmarks hosts``; the graphs of the models are in
 gpu.graphs.json), and the placed module on one device against the model itself. Then
 benchmarks/gpu/offload.py, limit by limit, copies that overlap with compute against copies in line,
-one thread against a process for each device,
-the same step in three processes, and ``torch.compile``. What the time limit does not leave room for
-is skipped.
+one thread against a process for each device, the same step in three processes, and
+``torch.compile``. What the time limit does not leave room for is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -67,8 +66,10 @@ OVERLAP_S = 2.0
 """Seconds of step pairs (copies in line, copies overlapped) for each placement."""
 HALF = 0.5
 PROCESS_SHARES = (0.9, 0.97)
-TURNS = 4
-"""Turns of a placement driven by one thread, and by a process for each device."""
+"""As RANDOM_SHARES, for placements that one thread drives, or a process for each device."""
+VISITS = 2
+TURNS = 2
+"""Turns of such a placement in each visit of the executor."""
 
 
 def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
@@ -223,30 +224,27 @@ def process_each(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> N
 
 
 def one_thread_or_processes(bench: Workbench, problem: Problem, plan: Candidate) -> dict[str, Any]:
-    """Time one placement driven by one thread and by a process for each device, in turns."""
+    """Time one placement driven by one thread and by a process for each device, never both at once.
+
+    One would slow the other.
+    """
     placed = placement(problem, plan)
-    seconds: tuple[list[float], list[float]] = ([], [])
     calls = cast("CallGraph", bench.runtime.calls)  # not a map of modules
-    with ExitStack() as opened:
-        loaded = []
-        for kind in (TorchExecutor, WorkerExecutor):
-            executor = kind(bench.extraction, calls, problem, limits={})
-            opened.callback(executor.close)
-            loaded.append(executor.load(placed))
-        for _ in range(TURNS):
-            for each, own in zip(loaded, seconds, strict=True):
-                step = each if isinstance(each, Failure) else each.run()
-                if isinstance(step, Failure):
-                    return {"name": plan.name, "failure": step.reason}
-                own.append(step.wall_s)
-    one, processes = seconds
+    seconds: dict[str, list[float]] = {"one thread": [], "processes": []}
+    for _ in range(VISITS):
+        for own_s, kind in zip(seconds.values(), (TorchExecutor, WorkerExecutor), strict=True):
+            with closing(kind(bench.extraction, calls, problem, limits={})) as executor:
+                loaded = executor.load(placed)
+                for _ in range(TURNS):
+                    step = loaded if isinstance(loaded, Failure) else loaded.run()
+                    if isinstance(step, Failure):
+                        return {"name": plan.name, "failure": step.reason}
+                    own_s.append(step.wall_s)
+    one_s, processes_s = (statistics.median(own_s) for own_s in seconds.values())
     return {
         "name": plan.name,
-        "one thread": quartiles(one),
-        "processes": quartiles(processes),
-        "processes_over_one_thread": statistics.median(
-            p / o for o, p in zip(*seconds, strict=True)
-        ),
+        **{name: quartiles(own_s) for name, own_s in seconds.items()},
+        "processes_over_one_thread": processes_s / one_s,
     }
 
 
@@ -323,6 +321,9 @@ def main() -> None:
         for name in benches if cuda_devices() else ():
             record.part(f"{name}: compiled", partial(compiled, benches[name], cluster))
     record.save()
+    measured = {name.rpartition(": ")[2] for name in record.data["parts"]}
+    if unknown := set(options.parts) - measured:
+        raise SystemExit(f"nothing was measured for --parts {', '.join(sorted(unknown))}")
     record.say("done" if options.out is None else f"done: {options.out}")
 
 

@@ -166,6 +166,10 @@ def arguments(description: str, limit_s: float) -> argparse.Namespace:
         "--small", action="store_true", help="small models, as where there is no CUDA device"
     )
     parser.add_argument(
-        "--parts", nargs="+", default=[], metavar="KIND", help='only these, such as "overlap"'
+        "--parts",
+        nargs="+",
+        default=[],
+        metavar="KIND",
+        help='only these, such as "no limit", which "75%%" needs, or "overlap"',
     )
     return parser.parse_args()

@@ -75,7 +75,7 @@ class CandidateSearch:
             start = Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays())
         if self.coarse is not None:
             searched = grouped_problem(self.coarse, problem)
-        begins_there = self.coarse is None and not (self.warm_start and self.warm_start.unplaced)
+        is_searched = self.warm_start is not None and not self.warm_start.unplaced
         request = SearchRequest(
             searched,
             budget,
@@ -84,7 +84,7 @@ class CandidateSearch:
             should_stop=self.interrupt.asked,
             search_trace=search_trace,
             workers=config.worker_count,
-            start=start if begins_there else None,
+            start=start if is_searched and self.coarse is None else None,
         )
         with self.interrupt.polled():
             found = config.objective.search(request, self.placer)

@@ -56,10 +56,8 @@ class Objective:
         """
         unit_ns = search_unit_ns(request.problem, self.micro_batches, _single_ns(request.problem))
         shorter = in_units(request.problem, unit_ns)
-        start, request = (
-            request.start,
-            replace(request, problem=shorter, unit_ns=unit_ns, start=None),
-        )
+        start = request.start
+        request = replace(request, problem=shorter, unit_ns=unit_ns, start=None)
         balanced: list[Candidate] = []
         rest = replace(request, objective=self.name)
         if self.name == "throughput" and MAX_LOAD in placer.objectives:

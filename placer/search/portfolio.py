@@ -135,7 +135,8 @@ class _Search:
         self.meter.spend(len(self.known))
         self.began = self.meter.share()
         self._note("heuristics", ranked(self.known)[0].step_ns)
-        if (start := self.meter.request.start) is not None:
+        start = self.meter.request.start
+        if start is not None and start.step_ns < INFEASIBLE_NS:
             self._keep(start)
 
     def begin_by_groups(self, placer: Portfolio) -> None:

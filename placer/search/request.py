@@ -129,8 +129,8 @@ class SearchRequest:
         should_stop: polled now and then; once it returns True, a placer returns the best so far.
         search_trace: records the improvements of the search, if given.
         workers: threads to search with, at least 1; a placer may use fewer.
-        start: placement to go on from; a placer, for which it is evaluated on this problem, may
-            ignore it.
+        start: placement to go on from, evaluated on the problem of the request that a placer gets;
+            a placer may ignore it.
         unit_ns: nanoseconds that a nanosecond of ``problem`` stands for, see
             :mod:`envs.simulator.time_units`.
         clock: returns the time in seconds, for budgets in seconds.

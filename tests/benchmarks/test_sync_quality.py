@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +27,7 @@ def by_ranks() -> list[Tensor]:
     return means
 
 
+@pytest.mark.slow
 def test_workers_stacked_in_one_process_code_gradients_as_ranks_do() -> None:
     bits = Bits([torch.Size(size).numel() for size in SIZES], RANKS, feedback=True)
     found = []

@@ -203,6 +203,7 @@ def test_a_traced_program_on_one_core_wins_only_if_it_is_faster_than_the_model(
     assert_computes_alike(step, read, [step.inputs])
 
 
+@pytest.mark.slow
 def test_gains_on_two_cores_are_over_the_model_on_one_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -229,7 +229,7 @@ class InstructionLists:
 
 
 def stretches(instructions: Sequence[Instruction]) -> list[range]:
-    """Return the stretches of a list whose CPU times give that of a step.
+    """Return the stretches of a list whose CPU times suffice for :func:`cpu_clock_s`.
 
     One ends with each send; a receive, which waits, is one of its own.
 

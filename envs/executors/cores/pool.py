@@ -67,8 +67,8 @@ class StepRun:
     cpu_s: tuple[NDArray[np.float64], ...]
 
 
-class _List:
-    """What an instruction list counts of the clock of its worker."""
+class _ListClock:
+    """Converts the clock readings of a worker to the CPU seconds of its list."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._last = np.array([part.stop - 1 for part in stretches(instructions)], np.intp)
@@ -78,7 +78,7 @@ class _List:
         """Return the CPU seconds of the list, see :class:`StepRun`; waiting counts nothing."""
         times_ns = np.diff(np.frombuffer(answer.clock_ns, np.int64)) - answer.read_ns
         found = np.zeros(len(self._waits))
-        found[self._last if len(times_ns) < len(found) else slice(None)] = times_ns.clip(0) * 1e-9
+        found[self._last if len(times_ns) < len(found) else slice(None)] = times_ns.clip(1) * 1e-9
         found[self._waits] = 0.0
         return found
 
@@ -106,7 +106,7 @@ class WorkerPool:
         self.step_timeout_s = step_timeout_s
         self.op_names = op_names
         self._lists: dict[int, tuple[tuple[Instruction, ...], ...]] = {}
-        self._clocked: dict[int, list[_List]] = {}
+        self._clocked: dict[int, list[_ListClock]] = {}
         self._number = 0
         self._holdings = Holdings()
         self._workers = self._holdings.workers
@@ -137,7 +137,7 @@ class WorkerPool:
         self._number += 1
         self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
         of_all = self._lists[self._number]
-        self._clocked[self._number] = [_List(instructions) for instructions in of_all]
+        self._clocked[self._number] = [_ListClock(instructions) for instructions in of_all]
         self._ask([("load", {"number": self._number, "instructions": own}) for own in of_all])
         return self._number
 
@@ -149,8 +149,8 @@ class WorkerPool:
     def run(self, number: int, *, each: bool = False) -> StepRun:
         """Run one step on all devices; its results are then in the arena.
 
-        Timed are stretches of instructions, or ``each`` one, which costs a microsecond per
-        instruction.
+        Times stretches of instructions; with ``each``, every instruction, which costs a
+        microsecond each.
         """
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED

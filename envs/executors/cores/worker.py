@@ -60,7 +60,7 @@ class Setup:
 class Stamps:
     """Start and end of a step, and the clock before the first and after every stretch.
 
-    The clock is the thread's CPU time, on several cores the wall clock; to read it takes
+    The clock is the thread's CPU time, on several cores the wall clock; reading it takes
     ``read_ns``.
     """
 

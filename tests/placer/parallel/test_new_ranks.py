@@ -82,6 +82,7 @@ def new_trial(folder: Path, names: Sequence[str], function: str, *, unplaced: bo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [CORES, on_gpus(1, ["cuda:0"]), on_gpus(2, ["cuda:0", "cuda:1"])])
 def test_ranks_that_are_new_processes_load_the_target_and_take_turns(
     names: list[str], tmp_path: Path

@@ -18,6 +18,7 @@ from tests.helpers.ranks import RankError, on_ranks
 from tests.helpers.runs import all_ran, arguments, errors_to_file, placed, prepared, ran, rank
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_the_run_can_resume(tmp_path: Path) -> None:
     words = partial(
         prepared(tmp_path, dropout=0.2, deadly=2 * 7 + 1),  # rank 1, step 7
