@@ -100,7 +100,12 @@ def dispatched(step: Workload, content: Mapping[str, int | str]) -> list[Tensor]
         return outputs(step, dispatched)
 
 
-MODELS = ("llama", "bert", "t5", "clip")
+MODELS = (
+    "llama",
+    "bert",
+    pytest.param("t5", marks=pytest.mark.slow),
+    pytest.param("clip", marks=pytest.mark.slow),
+)
 TOO_SMALL = 0.8
 """Share of the memory of a step that one GPU has: two are needed."""
 

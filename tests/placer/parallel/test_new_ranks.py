@@ -123,6 +123,7 @@ def test_a_rank_whose_gpu_is_full_gives_a_reason_and_the_others_continue(tmp_pat
     assert [len(each.step_s) for each in (full, placed, unplaced)] == [0, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_CUDA, reason="NCCL finds a CUDA device")
 def test_nccl_that_does_not_come_up_gives_a_reason(tmp_path: Path) -> None:
     one = new_trial(tmp_path, CORES[:1], "build", unplaced=False)

@@ -70,6 +70,7 @@ def test_tied_weights_are_written_once_and_stay_tied_when_they_are_loaded(tmp_pa
     assert torch.equal(other.get_buffer("scale"), one.get_buffer("scale"))
 
 
+@pytest.mark.slow
 def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
     saved = tmp_path / "model.safetensors"
     core = f"core:{min(os.sched_getaffinity(0))}"

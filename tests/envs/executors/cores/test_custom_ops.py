@@ -133,6 +133,7 @@ def test_operators_of_the_running_script_are_refused_by_name(
         placer.optimize(extraction.step, discover(f"core:{CORES[0]}"))
 
 
+@pytest.mark.slow
 def test_a_process_without_the_operators_gets_them_from_their_files(folder: Path) -> None:
     module = imported(folder, OPERATOR, "placer_test_alone")
     assert module.__file__

@@ -113,6 +113,7 @@ def scattered_on_a_fake_gpu() -> int:
         return len(scattered)
 
 
+@pytest.mark.slow
 def test_gloo_reduces_tensors_of_gpus_that_are_shared_in_one_level() -> None:
     assert [of_rank["fake gpu"] for of_rank in results(4)] == [0] * 4
 
