@@ -66,7 +66,7 @@ OVERLAP_S = 2.0
 """Seconds of step pairs (copies in line, copies overlapped) for each placement."""
 HALF = 0.5
 PROCESS_SHARES = (0.9, 0.97)
-"""As RANDOM_SHARES, for placements that one thread drives, or a process for each device."""
+"""Shares of the groups for placements that one thread drives, and a process for each device."""
 VISITS = 2
 TURNS = 2
 """Turns of such a placement in each visit of the executor."""
