@@ -20,8 +20,6 @@ from typing import Final, Protocol
 
 from benchmarks import (
     extraction,
-    huge,
-    large,
     max_load,
     quality,
     search,
@@ -30,6 +28,7 @@ from benchmarks import (
     steps,
 )
 from benchmarks.coverage import campaign as coverage
+from benchmarks.large_graphs import huge, large
 from benchmarks.machine import cores, hosts, memory, overhead, sets
 from benchmarks.record import Effort, Part, Record
 from benchmarks.replicas import plans, scaling, slow_network, sync_methods, sync_quality

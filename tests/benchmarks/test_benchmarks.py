@@ -15,10 +15,7 @@ import pytest
 
 from benchmarks import (
     extraction,
-    huge,
     instances,
-    large,
-    learning,
     max_load,
     quality,
     search,
@@ -26,6 +23,7 @@ from benchmarks import (
     startup,
 )
 from benchmarks.__main__ import build_parser, chosen_parts, main
+from benchmarks.large_graphs import huge, large, learning
 from benchmarks.machine import overhead
 from benchmarks.quality import Scores
 from benchmarks.record import Effort, Record
@@ -228,7 +226,7 @@ def test_planted_problems_of_unequal_devices_reach_their_optimum() -> None:
 
 @pytest.mark.parametrize("kinds", ["e", "u", "x"])
 def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> None:
-    small = replace(large.LARGE[-1], make=partial(large._layered, 1, 60, 4, 0.5), kinds=kinds)
+    small = replace(large.LARGE[-1], make=partial(large.layered_graph, 1, 60, 4, 0.5), kinds=kinds)
     budgets = [Budget(evaluations=30)]
     [(name, scores)] = large.large_scores(Portfolio(), [small], budgets, 2).items()
     assert name == f"transformer, 60, 8{kinds}"
@@ -241,7 +239,7 @@ def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> No
 
 
 def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
-    small = replace(large.LARGE[-1], make=partial(large._layered, 1, 60, 4, 0.5), kinds="e")
+    small = replace(large.LARGE[-1], make=partial(large.layered_graph, 1, 60, 4, 0.5), kinds="e")
     found = huge.searched(Portfolio(), huge.Huge("small", small.problem, Budget(evaluations=30)), 2)
     assert found["ops"] == 60
     assert 0 < found["bound"] <= min(found["steps"]) <= max(found["steps"]) <= 1
@@ -251,7 +249,7 @@ def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
 
 
 def test_learning_is_compared_at_equal_decodes() -> None:
-    small = replace(large.LARGE[-1], make=partial(large._layered, 1, 60, 4, 0.5))
+    small = replace(large.LARGE[-1], make=partial(large.layered_graph, 1, 60, 4, 0.5))
     problems = [replace(small, kinds=kinds) for kinds in "eu"]
     of = learning.proposers()
     found = learning.compared(of, problems, (16, 64), 2, seconds=False)

@@ -8,7 +8,7 @@ own on every device. The step is compared with the best of {single device, HEFT,
 lower bound that no placement may reach. Graphs with a planted optimum have 50 to 2,000 ops on 2 to
 16 unequal devices. Everything is simulated, with the default policy, and runs on one core, except
 "workers", where two workers on two cores are compared with one. What learning is worth on large
-graphs, at equal decodes and in equal time, is measured by :mod:`benchmarks.learning`.
+graphs, at equal decodes and in equal time, is measured by :mod:`benchmarks.large_graphs.learning`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, Final
 import networkx as nx
 import numpy as np
 
-from benchmarks import learning
 from benchmarks.instances import Machine
+from benchmarks.large_graphs import learning
 from benchmarks.quality import step_ns
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table, spread
@@ -102,7 +102,7 @@ def each_of_its_kind(cluster: Cluster, prefix: str) -> Cluster:
     return replace(cluster, devices=tuple(devices))
 
 
-def _inceptions(count: int) -> nx.DiGraph[str]:
+def inceptions_graph(count: int) -> nx.DiGraph[str]:
     """Return networks that are trained side by side, with unequal batches."""
     together = new_graph("inceptions")
     for k in range(count):
@@ -111,20 +111,20 @@ def _inceptions(count: int) -> nx.DiGraph[str]:
     return together
 
 
-def _layered(seed: int, ops: int, width: int, ratio: float) -> nx.DiGraph[str]:
+def layered_graph(seed: int, ops: int, width: int, ratio: float) -> nx.DiGraph[str]:
     return layered(np.random.default_rng(seed), ops=ops, width=width, weights=Weights(ratio=ratio))
 
 
-def _moe(seed: int, layers: int, experts: int) -> nx.DiGraph[str]:
+def moe_graph(seed: int, layers: int, experts: int) -> nx.DiGraph[str]:
     rng = np.random.default_rng(seed)
     return sketches.moe(rng, layers=layers, experts=experts, tokens=4096)
 
 
-def _transformer(layers: int, micro_batches: int) -> nx.DiGraph[str]:
+def transformer_graph(layers: int, micro_batches: int) -> nx.DiGraph[str]:
     return sketches.transformer(layers=layers, micro_batches=micro_batches, tokens=512)
 
 
-def _nmt(layers: int, steps: int) -> nx.DiGraph[str]:
+def nmt_graph(layers: int, steps: int) -> nx.DiGraph[str]:
     return sketches.nmt(layers=layers, steps=steps, batch=128)
 
 
@@ -140,42 +140,42 @@ def _large(name: str, make: Callable[..., Any], *sizes: Any, on: str) -> Large:
 
 
 LARGE: Final = (
-    _large("nmt", _nmt, 6, 220, on="8e"),
-    _large("nmt", _nmt, 4, 100, on="16u"),
-    _large("transformer", _transformer, 24, 20, on="8e"),
-    _large("transformer", _transformer, 12, 16, on="16u"),
-    _large("moe", _moe, 5, 48, 32, on="8e"),
-    _large("moe", _moe, 6, 16, 32, on="16u"),
-    _large("inception", _inceptions, 8, on="8u"),
-    _large("inception", _inceptions, 16, on="16e"),
-    _large("layered", _layered, 3, 10_000, 20, 0.8, on="8e"),
-    _large("layered", _layered, 4, 5000, 32, 0.4, on="16u"),
-    _large("layered", _layered, 5, 3000, 40, 0.5, on="8x"),
-    _large("nmt", _nmt, 4, 140, on="16x"),
-    _large("transformer", _transformer, 16, 12, on="8x"),
+    _large("nmt", nmt_graph, 6, 220, on="8e"),
+    _large("nmt", nmt_graph, 4, 100, on="16u"),
+    _large("transformer", transformer_graph, 24, 20, on="8e"),
+    _large("transformer", transformer_graph, 12, 16, on="16u"),
+    _large("moe", moe_graph, 5, 48, 32, on="8e"),
+    _large("moe", moe_graph, 6, 16, 32, on="16u"),
+    _large("inception", inceptions_graph, 8, on="8u"),
+    _large("inception", inceptions_graph, 16, on="16e"),
+    _large("layered", layered_graph, 3, 10_000, 20, 0.8, on="8e"),
+    _large("layered", layered_graph, 4, 5000, 32, 0.4, on="16u"),
+    _large("layered", layered_graph, 5, 3000, 40, 0.5, on="8x"),
+    _large("nmt", nmt_graph, 4, 140, on="16x"),
+    _large("transformer", transformer_graph, 16, 12, on="8x"),
 )
 QUICK: Final = (1, 3, 6, 10)
 LARGER: Final = (
-    _large("transformer", _transformer, 96, 32, on="8e"),
-    _large("layered", _layered, 6, 30_000, 100, 0.5, on="16u"),
+    _large("transformer", transformer_graph, 96, 32, on="8e"),
+    _large("layered", layered_graph, 6, 30_000, 100, 0.5, on="16u"),
 )
 SCARCE: Final = (  # besides those above: other numbers of devices, and another family
     _large("sequence", _sequence, 7, 4, 300, on="8e"),
     _large("sequence", _sequence, 8, 3, 500, on="4u"),
-    _large("transformer", _transformer, 24, 10, on="32e"),
-    _large("moe", _moe, 9, 16, 32, on="32u"),
-    _large("layered", _layered, 10, 6000, 24, 0.6, on="4e"),
+    _large("transformer", transformer_graph, 24, 10, on="32e"),
+    _large("moe", moe_graph, 9, 16, 32, on="32u"),
+    _large("layered", layered_graph, 10, 6000, 24, 0.6, on="4e"),
 )
 LARGEST: Final = (
-    _large("layered", _layered, 11, 100_000, 64, 0.8, on="8e"),
-    _large("transformer", _transformer, 200, 36, on="8u"),
+    _large("layered", layered_graph, 11, 100_000, 64, 0.8, on="8e"),
+    _large("transformer", transformer_graph, 200, 36, on="8u"),
 )
 UNSEEN: Final = (  # no policy and no search was chosen by these
-    _large("nmt", _nmt, 5, 160, on="16e"),
-    _large("transformer", _transformer, 20, 14, on="8u"),
-    _large("moe", _moe, 21, 20, 24, on="8x"),
-    _large("inception", _inceptions, 12, on="4u"),
-    _large("layered", _layered, 22, 8000, 28, 0.6, on="32e"),
+    _large("nmt", nmt_graph, 5, 160, on="16e"),
+    _large("transformer", transformer_graph, 20, 14, on="8u"),
+    _large("moe", moe_graph, 21, 20, 24, on="8x"),
+    _large("inception", inceptions_graph, 12, on="4u"),
+    _large("layered", layered_graph, 22, 8000, 28, 0.6, on="32e"),
     _large("sequence", _sequence, 23, 5, 350, on="16x"),
 )
 PLANTED_UNEQUAL: Final = (  # devices, ops of each, inputs of an op

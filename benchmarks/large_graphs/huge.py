@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.instances import Machine
-from benchmarks.large import Large, _inceptions, _layered, _moe, _nmt, _transformer
+from benchmarks.large_graphs.large import (
+    Large,
+    inceptions_graph,
+    layered_graph,
+    moe_graph,
+    nmt_graph,
+    transformer_graph,
+)
 from benchmarks.record import Effort, Part
 from benchmarks.simulator import flat_layered
 from benchmarks.tables import Table, spread
@@ -53,14 +60,14 @@ def _of(name: str, make: Callable[..., Any], *sizes: Any, on: str, seconds: floa
     return Huge(f"{name}, {on}", large.problem, Budget(seconds=seconds))
 
 
-QUICK: Final = (_of("translation", _nmt, 6, 560, on="16u", seconds=2.0),)
+QUICK: Final = (_of("translation", nmt_graph, 6, 560, on="16u", seconds=2.0),)
 HUGE: Final = (
-    _of("layered", _layered, 11, 100_000, 64, 0.8, on="16u"),
-    _of("transformer", _transformer, 223, 32, on="16e"),
-    _of("translation", _nmt, 6, 2780, on="16u"),
-    _of("mixture of experts", _moe, 6, 254, 64, on="16u"),
-    _of("inception", _inceptions, 230, on="16u"),
-    _of("layered", _layered, 11, 100_000, 64, 0.8, on="64u"),
+    _of("layered", layered_graph, 11, 100_000, 64, 0.8, on="16u"),
+    _of("transformer", transformer_graph, 223, 32, on="16e"),
+    _of("translation", nmt_graph, 6, 2780, on="16u"),
+    _of("mixture of experts", moe_graph, 6, 254, 64, on="16u"),
+    _of("inception", inceptions_graph, 230, on="16u"),
+    _of("layered", layered_graph, 11, 100_000, 64, 0.8, on="64u"),
     Huge("layered, 8e", _million, Budget(seconds=120.0)),
 )
 
