@@ -25,6 +25,7 @@ from torch.utils._pytree import (
     KeyEntry,
     MappingKey,
     SequenceKey,
+    TreeSpec,
     keystr,
     register_pytree_node,
     tree_flatten,
@@ -207,6 +208,17 @@ def contexts(values: Mapping[Any, Any]) -> dict[Any, list[Any]]:
             if not (spec.is_leaf() or spec.type in _KINDS or spec.type in CONTAINERS):
                 found.setdefault(key, []).append((spec.type, _comparable(spec.context)))
     return found
+
+
+def keeps_no_more(form: TreeSpec) -> bool:
+    """Return whether :func:`contexts` finds nothing in values of this form."""
+    queue = [form]
+    while queue:
+        spec = queue.pop()
+        if not (spec.is_leaf() or spec.type in _KINDS or spec.type in CONTAINERS):
+            return False
+        queue += spec.children()
+    return True
 
 
 def _comparable(context: Any) -> Any:

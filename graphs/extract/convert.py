@@ -27,7 +27,13 @@ from graphs.extract.fx_nodes import (
     tagged_call,
 )
 from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value, values_in
-from graphs.extract.recurrent import WORKSPACE, saves_workspace, workspace_shape
+from graphs.extract.recurrent import (
+    BACKWARD,
+    BIAS_GRADIENTS,
+    WORKSPACE,
+    saves_workspace,
+    workspace_shape,
+)
 from graphs.flops import call_flops
 from graphs.graph import Phase
 from graphs.synthetic.mirror import ACCUMULATES
@@ -169,7 +175,20 @@ class _Converter:
             return
         is_whole_view = is_view(target) and not self._shows_a_part(node)
         op = VIEW if is_whole_view else self._op(node, operator_name(target), node.args)
-        self._add(node, op, node.args, _members(node))
+        members = _members(node)
+        if str(target) == BACKWARD and members is not None:
+            self._add_layer_backward(node, op, members)
+        else:
+            self._add(node, op, node.args, members)
+
+    def _add_layer_backward(self, node: fx.Node, op: int, members: list[fx.Node | None]) -> None:
+        """Add the backward pass of a recurrent layer, which has one gradient for both biases."""
+        kept, other = BIAS_GRADIENTS
+        distinct = list(members)
+        distinct[kept], distinct[other] = members[kept] or members[other], None
+        self._add(node, op, node.args, distinct)
+        if (first := members[kept]) is not None and (second := members[other]) is not None:
+            self.value_of[second] = self.value_of[first]
 
     def _shows_a_part(self, node: fx.Node) -> bool:
         """Return whether a view omits some of a computed tensor (any as_strided: strides move)."""

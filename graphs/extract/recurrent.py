@@ -26,6 +26,10 @@ LSTM: Final = 2  # ideep::rnn_kind
 TENSORS: Final = 7  # inputs, weights, biases and states, the first arguments of a layer
 WORKSPACE: Final = 3
 """Position of the workspace among the results of :data:`LAYER`."""
+BACKWARD: Final = "aten.mkldnn_rnn_layer_backward.default"
+BIAS_GRADIENTS: Final = (3, 4)
+"""Positions of the gradients of both biases among the results of :data:`BACKWARD`. They are equal,
+and one tensor by torch's fake kernel, unless its result comes from the cache of fake tensors."""
 Layer = Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]
 
 

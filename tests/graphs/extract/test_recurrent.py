@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from envs.executors.cores.arena import load_example
 from envs.executors.cores.instruction_lists import device_lists
@@ -156,6 +157,17 @@ def test_the_workspace_has_the_size_that_the_kernel_gives_it_and_stays_on_the_de
         (reader,) = (other.op for other in program.calls if value in other.reads)
         groups = [attributes_of(graph, names[op])["colocate"] for op in (call.op, reader)]
         assert groups[0] == groups[1] is not None
+
+
+def test_a_graph_does_not_depend_on_the_cache_of_fake_tensors() -> None:
+    """What is in it has one tensor for every result, torch's fake kernel one for two of them."""
+    FakeTensorMode.cache_clear()
+    first = extract(step_of(nn.LSTM, num_layers=2), "export").program
+    assert extract(step_of(nn.LSTM, num_layers=2), "export").program.calls == first.calls
+    assert extract(step_of(nn.LSTM, num_layers=2), "dispatch").program.values == first.values
+    layers = [call for call in first.calls if BACKWARD in call.target]
+    assert [call.outputs[4] for call in layers] == [None, None]
+    assert None not in [call.outputs[3] for call in layers]
 
 
 def test_torch_traces_as_before_afterwards() -> None:
