@@ -71,6 +71,19 @@ def without_slower_singles(candidates: Sequence[Candidate], chosen: Sequence[int
     ]
 
 
+def with_one_baseline(candidates: Sequence[Candidate], chosen: Sequence[int]) -> list[int]:
+    """Return the chosen ones with a single baseline, and any warm start.
+
+    It is the unplaced model, on the devices where it is fastest by prediction, or else the fastest
+    single device.
+    """
+    unplaced = [i for i in chosen if candidates[i].is_unplaced]
+    baselines = [i for i in chosen if candidates[i].is_single or candidates[i].is_unplaced]
+    fastest = min(unplaced or baselines, key=lambda i: candidates[i].predicted_s, default=None)
+    kept = {fastest, *(i for i in chosen if candidates[i].kind is Kind.WARM_START)}
+    return [i for i in chosen if i not in baselines or i in kept]
+
+
 def has_headroom(candidates: Sequence[Candidate], lower_bound_s: float) -> bool:
     """Return whether the lower bound lets a placement beat the best single device."""
     singles = [each.predicted_s for each in candidates if each.is_single]

@@ -246,14 +246,15 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
 
 
 def long_runs(needed_s: float, seconds: float) -> str:
-    """Return that the fewest rounds take longer than they may."""
-    return f"Steps are long: three rounds take about {needed_s:.0f} s instead of {seconds:.0f} s."
+    """Return that a single round takes longer than it may."""
+    return f"Steps are long: a round takes about {needed_s:.0f} s instead of {seconds:.0f} s."
 
 
 def few_rounds(best: Candidate) -> str:
     """Return how sure an answer is that time did not suffice to confirm."""
     rounds = 0 if best.measurement is None else len(best.measurement.wall_s)
-    return f"Only {rounds} rounds decided: a longer --measure-budget makes the answer surer."
+    some = "one round" if rounds == 1 else f"{rounds} rounds"
+    return f"Only {some} decided: a longer --measure-budget makes the answer surer."
 
 
 def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) -> str:

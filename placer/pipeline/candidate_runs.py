@@ -18,6 +18,7 @@ from placer.choose import (
     finalists,
     has_headroom,
     runs_contended,
+    with_one_baseline,
     without_slower_singles,
     worth_running,
 )
@@ -41,8 +42,8 @@ UNCOUNTED_RUNS: Final = 2
 class CandidateRuns:
     """Runs candidates on the devices of a runtime, or on the user's own backend.
 
-    Its runs take ``seconds`` of wall time, unless the baselines and one placement need more for
-    the fewest rounds. ``unconfirmed`` tells whether these decided, for want of time.
+    Its runs take ``seconds`` of wall time, unless a baseline and one placement need more for one
+    round. ``unconfirmed`` tells whether few rounds decided, for want of time.
     """
 
     backend: Runtime | Backend
@@ -63,25 +64,38 @@ class CandidateRuns:
         """Run the best candidates and the best single devices; return all with measurements.
 
         Half of the time is left for :meth:`final`, if there is one. Where the lower bound leaves no
-        headroom over a single device, only the baselines are run. Where time is short, a single
-        device that is predicted to be slower than the model itself on one device is not run.
+        headroom over a single device, only the baselines are run. Where time is short, fewer
+        candidates are run, then all in one round, then only the best placement and baseline.
         """
+        chosen, rounds = self._plan(problem, candidates, lower_bound_s)
+        if not chosen:
+            return list(candidates)
+        steps_s = [candidates[i].predicted_s for i in chosen]
+        needed_s = _run_s(steps_s, rounds)
+        if needed_s > self.left_s:
+            self.progress.remark(long_runs(needed_s, max(self.left_s, 0.0)))
+        if rounds == 1:
+            return self._run(problem, candidates, chosen, rounds)
+        most_s = self.left_s / 2 if self._final_rounds(steps_s) else self.left_s
+        return self._run(problem, candidates, chosen, seconds=most_s)
+
+    def _plan(
+        self, problem: Problem, candidates: Sequence[Candidate], lower_bound_s: float
+    ) -> tuple[list[int], int]:
+        """Return which candidates to run, and in how many rounds at least: what time allows."""
         counts = range(MEASURED_CANDIDATES, 0, -1)
         if not has_headroom(candidates, lower_bound_s):
             counts = range(1)
         options = [worth_running(candidates, problem.cluster, count) for count in counts]
         options.append(without_slower_singles(candidates, options[-1]))
-        for chosen in options:
-            steps_s = [candidates[i].predicted_s for i in chosen]
-            needed_s = _run_s(steps_s, FEWEST_ROUNDS)
-            if needed_s <= self.left_s / 2:
+        fewest = with_one_baseline(candidates, options[-1])
+        plans = [(chosen, FEWEST_ROUNDS, self.left_s / 2) for chosen in options]
+        plans.append((options[-1], FEWEST_ROUNDS, self.left_s))
+        plans += [(chosen, 1, self.left_s) for chosen in (options[-1], fewest)]
+        for chosen, rounds, seconds in plans:
+            if _run_s([candidates[i].predicted_s for i in chosen], rounds) <= seconds:
                 break
-        if not chosen:
-            return list(candidates)
-        if needed_s > self.left_s:
-            self.progress.remark(long_runs(needed_s, max(self.left_s, 0.0)))
-        most_s = self.left_s / 2 if self._final_rounds(steps_s) else self.left_s
-        return self._run(problem, candidates, chosen, seconds=most_s)
+        return chosen, rounds
 
     def has_time_for_further(self, before: Sequence[Candidate]) -> bool:
         """Return whether one more placement could run beside the best of those that ran."""

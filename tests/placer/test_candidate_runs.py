@@ -263,6 +263,30 @@ def test_the_first_runs_leave_half_of_the_time_where_there_are_last_ones(
     assert machine.seconds[0] == 100.0 * share
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    # Five runs of 2, 1 and 2.5 s and a start take 28.3 s, three runs 17.3 s.
+    [(28.4, [3, 3, 3]), (28.2, [1, 1, 1]), (17.2, [1, 1, 0]), (0.1, [1, 1, 0])],
+)
+def test_where_time_is_shorter_one_round_runs_then_one_baseline_only(
+    seconds: float, rounds: list[int]
+) -> None:
+    single, _, fastest, _ = candidates()
+    itself = replace(_predicted(single, 2.0), kind=Kind.UNPLACED, name="unplaced")
+    together = replace(_predicted(single, 2.5), kind=Kind.UNPLACED, name="on all devices")
+    with Interrupt() as interrupt:
+        runs = CandidateRuns(
+            backend=cast(Runtime, Machine(FIRST_S)),
+            interrupt=interrupt,
+            progress=Silent(),
+            seconds=seconds,
+        )
+        some = [_predicted(single, 3.0), fastest, itself, together]
+        slow, *ran = runs.best(PROBLEM, some)
+    assert slow.measurement is None
+    assert [0 if each.measurement is None else rounds_of(each) for each in ran] == rounds
+
+
 @pytest.mark.parametrize(("single_s", "count"), [(2.1, 2), (1.9, 3)])
 def test_where_time_is_short_a_device_slower_than_the_model_itself_is_not_run(
     single_s: float, count: int
@@ -271,7 +295,7 @@ def test_where_time_is_short_a_device_slower_than_the_model_itself_is_not_run(
     itself = replace(_predicted(single, 2.0), kind=Kind.UNPLACED, name="unplaced")
     single = _predicted(single, single_s)
     with Interrupt() as interrupt:
-        for seconds, expected in ((1.0, count), (math.inf, 3)):
+        for seconds, expected in ((27.0, count), (math.inf, 3)):
             runs = CandidateRuns(
                 backend=cast(Runtime, Machine(FIRST_S)),
                 interrupt=interrupt,
@@ -291,7 +315,7 @@ def test_runs_that_take_longer_than_their_time_are_announced() -> None:
         def remark(self, text: str) -> None:
             remarks.append(text)
 
-    for seconds in (15.9, 10.0):  # five runs of 2 and 1 s, and a start, take 15.8 s
+    for seconds in (9.9, 9.0):  # three runs of 2 and 1 s, and a start, take 9.8 s
         with Interrupt() as interrupt:
             runs = CandidateRuns(
                 backend=cast(Runtime, Machine(FIRST_S)),
@@ -301,7 +325,7 @@ def test_runs_that_take_longer_than_their_time_are_announced() -> None:
             )
             runs.best(PROBLEM, candidates())
     [remark] = remarks
-    assert "take about 16 s instead of 10 s" in remark
+    assert "a round takes about 10 s instead of 9 s" in remark
 
 
 @pytest.mark.parametrize(("lead", "rounds"), [(1.2, [3]), (1.1, [3, 5, 5])])
