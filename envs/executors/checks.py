@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten
 
-from graphs.arguments import contexts_by_name, leaves_by_path
+from graphs.arguments import arguments, contexts_by_name, leaves_by_path
 from graphs.extract import Workload
+from graphs.inputs import keeps_no_more
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,34 @@ def load_optimizer_state(
             raise ValueError(f"{name} of the optimizer is {here} here, but {there} was given")
     for name, tensor in current.items():
         tensor.copy_(state[name])
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleForm:
+    """The form of a step's example inputs, by which a batch of the same form is known at once."""
+
+    step: Workload
+    examples: tuple[Any, ...]
+    form: TreeSpec
+
+    @classmethod
+    def of(cls, step: Workload) -> ExampleForm:
+        """Return the form of a step's inputs."""
+        leaves, form = tree_flatten((step.step_inputs, dict(step.keywords)))
+        return cls(step, tuple(leaves), form)
+
+    def leaves(self, batch: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+        """Return the leaves of a batch, in any form, in the order of those of the example.
+
+        Raises:
+            ValueError: the batch does not match the example inputs.
+        """
+        call = arguments(batch[0]) if len(batch) == 1 and not keywords else (batch, dict(keywords))
+        leaves, form = tree_flatten(call)
+        alike = form == self.form and keeps_no_more(form)
+        if alike and not any(map(_difference, leaves, self.examples)):
+            return leaves
+        return matched_leaves(self.step, *self.step.unpacked(batch, keywords))
 
 
 def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from envs.executors.cores.arena import (
     Arena,
@@ -72,7 +72,7 @@ def run(
         elif source.tensor is not None:
             arena.value(source.value).copy_(source.tensor)
     load_state(arena, step)
-    load_batch(arena, step, step.step_inputs, step.keywords)
+    load_batch(arena, tree_leaves((step.step_inputs, dict(step.keywords))))
     begin_updates(arena, step.optimizer.learning_rate if step.optimizer else 0.0)
     state = {
         source.name: arena.value(source.value)
@@ -89,7 +89,7 @@ def run(
                 compiled[d].steps[position](compiled[d].table)
                 watch(d, compiled[d])
             for own in compiled:
-                own.forget()
+                assert own.table.keys() == {s.value for s in program.sources}, "the rest is freed"
                 own.signals.reset()
             gradients, outputs = _taken(arena, state)
     unread = step.named_state().items()

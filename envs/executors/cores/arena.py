@@ -11,12 +11,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from envs.executors.checks import matched_leaves
 from envs.executors.state_devices import STATE_ROLES
 from graphs.extract import Workload
 from graphs.extract.program import StepProgram, Value
@@ -120,7 +120,7 @@ def load_example(arena: Arena, step: Workload) -> None:
     work, but the parameters stay as they are however often the step runs.
     """
     load_state(arena, step)
-    load_batch(arena, step, step.step_inputs, step.keywords)
+    load_batch(arena, tree_leaves((step.step_inputs, dict(step.keywords))))
     begin_updates(arena, learning_rate=0.0)
     count_update(arena)
 
@@ -149,16 +149,12 @@ def load_state(arena: Arena, step: Workload) -> None:
             arena.value(source.value).copy_(state[source.name].detach())
 
 
-def load_batch(
-    arena: Arena, step: Workload, inputs: Sequence[Any], keywords: Mapping[str, Any]
-) -> None:
-    """Copy the tensors of a batch into the arena."""
-    slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
-    leaves = matched_leaves(step, inputs, keywords)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    for number, tensor in enumerate(tensors):
-        if number in slots:
-            arena.value(slots[number]).copy_(tensor.detach())
+def load_batch(arena: Arena, leaves: Sequence[Any]) -> None:
+    """Copy the tensors of a batch into the arena; leaves are as :class:`ExampleForm` has them."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for source in arena.program.sources:
+        if source.role == "input":
+            arena.value(source.value).copy_(tensors[int(source.name)].detach())
 
 
 def _resize(descriptor: int, size: int) -> None:

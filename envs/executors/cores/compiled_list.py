@@ -219,11 +219,6 @@ class CompiledList:
         self.steps = [self._step(i, values) for i, values in zip(instructions, dying, strict=True)]
         self.stretches = [self.steps[part.start : part.stop] for part in stretches(instructions)]
 
-    def forget(self) -> None:
-        """Drop every tensor of the last run, except sources."""
-        for value in self.made:
-            self.table.pop(value, None)
-
     def _writes(self, instruction: Instruction) -> list[int]:
         if isinstance(instruction, Receive):
             return [instruction.value]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 
+from envs.executors.checks import ExampleForm
 from envs.executors.cores.arena import Arena, count_update, load_batch
 from envs.executors.process_settings import end_idle_threads, keep_freed_memory, with_threads
 from envs.executors.state_devices import STATE_ROLES
@@ -42,12 +43,12 @@ class HandOver:
             for source in self.program.sources
             if source.role in STATE_ROLES
         }
-        self._results = [arena.result(index) for index in range(len(self.program.results))]
-        self._gradients = {
-            result.name: shared
-            for result, shared in zip(self.program.results, self._results, strict=True)
-            if result.role == "gradient"
-        }
+        results = [(r, arena.result(i)) for i, r in enumerate(self.program.results)]
+        self._gradients = {r.name: shared for r, shared in results if r.role == "gradient"}
+        self._changed = {r.name: shared for r, shared in results if r.role == "state"}
+        self._returned = {int(r.name): shared for r, shared in results if r.role == "output"}
+        self._new_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._form = ExampleForm.of(step)
         self._state: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -76,7 +77,7 @@ class HandOver:
         self._state = state
 
     def step(
-        self, run: Callable[[], Ran], inputs: Sequence[Any], keywords: Mapping[str, Any]
+        self, run: Callable[[], Ran], batch: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[Any, Ran]:
         """Hand over a batch and the state, call ``run``, and take state, gradients and outputs.
 
@@ -87,37 +88,33 @@ class HandOver:
         """
         end_idle_threads()
         with with_threads(1):
-            self._begin(inputs, keywords)
+            self._begin(batch, keywords)
             ran = run()
             return self._end(), ran
 
-    def _begin(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        load_batch(self._arena, self._step, inputs, keywords)
+    def _begin(self, batch: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        load_batch(self._arena, self._form.leaves(batch, keywords))
         self.share()
         self._keep_gradients(self._state)
+        # New objects, as the caller may replace the .data of those of the last step. They are made
+        # here because Python is slow after a step, which leaves nothing of it in the caches.
+        self._new_gradients = [
+            (self._state[name], shared.detach()) for name, shared in self._gradients.items()
+        ]
         count_update(self._arena)
 
     @torch.no_grad()
     def _end(self) -> Any:
-        outputs: dict[int, torch.Tensor] = {}
-        changed: list[torch.Tensor] = []
-        new: list[torch.Tensor] = []
-        for result, shared in zip(self.program.results, self._results, strict=True):
-            match result.role:
-                case "output":
-                    outputs[int(result.name)] = shared.clone()
-                case "state":
-                    changed.append(self._state[result.name])
-                    new.append(shared)
-                case "gradient":
-                    parameter = self._state[result.name]
-                    if parameter.grad is None:
-                        # The caller's own tensor: its .data may be replaced.
-                        parameter.grad = shared.detach()
-                    else:
-                        parameter.grad.add_(shared)
-        if changed:
-            torch._foreach_copy_(changed, new)
+        for parameter, gradient in self._new_gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._new_gradients.clear()
+        if self._changed:
+            names, new = self._changed.keys(), list(self._changed.values())
+            torch._foreach_copy_([self._state[name] for name in names], new)
+        outputs = {number: shared.clone() for number, shared in self._returned.items()}
         return tree_map(
             lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
             self._outputs,
@@ -133,8 +130,9 @@ class HandOver:
                 tensor.data = tensor.detach().clone()
         self._state = {}
         self._slots.clear()
-        self._results.clear()
-        self._gradients.clear()
+        self._new_gradients.clear()
+        for shared in (self._gradients, self._changed, self._returned):
+            shared.clear()
 
     def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
         """Clone gradients that still lie in the arena; the next step would overwrite them."""

@@ -116,8 +116,7 @@ class PlacedModel:
             raise WorkerError("the workers of this placed model have ended; place it again")
         self._trained.check()
         self._extraction.check_constants()
-        positional, named = self._step.unpacked(batch, keywords)
-        outputs, _ = self._handed.step(lambda: self._pool.run(self._number), positional, named)
+        outputs, _ = self._handed.step(lambda: self._pool.run(self._number), batch, keywords)
         return outputs
 
     def peak_memory_bytes(self) -> dict[str, int]:

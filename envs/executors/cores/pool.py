@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any, Final
@@ -48,23 +49,36 @@ def spread_seed(seed: int, number: int) -> int:
 
 
 LEAD_NS: Final = 300_000
-"""Time from announcing a step to its start, which is at the same instant for all workers."""
+"""Time from announcing a step to its start, which is at the same instant for several workers."""
 START_TIMEOUT_S: Final = 120.0
 ENDING_S: Final = 30.0
 """Time that a worker which closed its pipe has to end, on a loaded machine."""
 NOT_STARTED: Final = -1
 
 
+def lead_ns(worker_count: int) -> int:
+    """Return the time from announcing a step to its start: a single worker starts at once."""
+    return LEAD_NS if worker_count > 1 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class StepRun:
     """One run: wall seconds from the first start to the last end, and CPU seconds.
 
-    ``cpu_s`` has those of every instruction of each device, (instructions,), without what reading
-    the clock takes. Where only stretches were timed, the last instruction of each has all of them.
+    ``read_cpu_s`` works the latter out, which takes too long for a step that nobody times.
     """
 
     wall_s: float
-    cpu_s: tuple[NDArray[np.float64], ...]
+    read_cpu_s: Callable[[], tuple[NDArray[np.float64], ...]]
+
+    @property
+    def cpu_s(self) -> tuple[NDArray[np.float64], ...]:
+        """The CPU seconds of every instruction of each device, (instructions,).
+
+        They are without what reading the clock takes. Where only stretches were timed, the last
+        instruction of each has all of them.
+        """
+        return self.read_cpu_s()
 
 
 class _ListClock:
@@ -75,7 +89,7 @@ class _ListClock:
         self._waits = np.array([isinstance(i, Receive) for i in instructions], np.bool_)
 
     def cpu_s(self, answer: Stamps) -> NDArray[np.float64]:
-        """Return the CPU seconds of the list, see :class:`StepRun`; waiting counts nothing."""
+        """Return the CPU seconds of the list, see :attr:`StepRun.cpu_s`; waiting counts nothing."""
         times_ns = np.diff(np.frombuffer(answer.clock_ns, np.int64)) - answer.read_ns
         found = np.zeros(len(self._waits))
         found[self._last if len(times_ns) < len(found) else slice(None)] = times_ns.clip(1) * 1e-9
@@ -154,17 +168,17 @@ class WorkerPool:
         """
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED
-        start_ns = time.perf_counter_ns() + LEAD_NS
+        start_ns = time.perf_counter_ns() + lead_ns(len(self.devices))
         message = ("run", {"number": number, "start_ns": start_ns, "each": each})
         answers: list[Stamps] = self._ask([message] * len(self._workers), number)
-        lists = self._lists[number]
-        cpu_s = tuple(
-            clocked.cpu_s(answer)
-            for answer, clocked in zip(answers, self._clocked[number], strict=True)
-        )
+        lists, clocks = self._lists[number], self._clocked[number]
         active = [a for a, instructions in zip(answers, lists, strict=True) if instructions]
-        first_ns = min(answer.start_ns for answer in active)
-        return StepRun((max(answer.end_ns for answer in active) - first_ns) * 1e-9, cpu_s)
+        wall_ns = max(answer.end_ns for answer in active) - min(a.start_ns for a in active)
+
+        def read_cpu_s() -> tuple[NDArray[np.float64], ...]:
+            return tuple(own.cpu_s(a) for own, a in zip(clocks, answers, strict=True))
+
+        return StepRun(wall_ns * 1e-9, read_cpu_s)
 
     def count_memory(self, number: int) -> None:
         """Release unused memory in all workers, and count their peaks from here on.
@@ -269,7 +283,7 @@ class WorkerPool:
     ) -> list[Any]:
         for d, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
             try:
-                worker.connection.send(message)
+                worker.connection.send_bytes(pickle.dumps(message))  # faster than send
             except BlockingIOError:
                 raise self._hung([d], number, timeout_s) from None
             except OSError:
@@ -279,7 +293,9 @@ class WorkerPool:
         open_ends = {id(w.connection): d for d, w in enumerate(self._workers)}
         while len(answers) < len(self._workers):
             waiting = [w.connection for d, w in enumerate(self._workers) if d not in answers]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            # The last one is waited for by its pipe, which has a limit of its own.
+            last = len(waiting) == 1
+            ready = waiting if last else wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
             for d in (open_ends[id(connection)] for connection in ready):

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import pickle
 import select
 import statistics
 import threading
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -56,8 +57,7 @@ class Setup:
     custom_ops: Registrations
 
 
-@dataclass(frozen=True, slots=True)
-class Stamps:
+class Stamps(NamedTuple):
     """Start and end of a step, and the clock before the first and after every stretch.
 
     The clock is the thread's CPU time, on several cores the wall clock; reading it takes
@@ -182,7 +182,6 @@ class Worker:
                 position += 1
             stamps[part] = clock()
         end_ns = time.perf_counter_ns()
-        compiled.forget()
         return Stamps(start_ns, end_ns, stamps.tobytes(), self.read_ns)
 
     def count_memory(self, number: int) -> None:
@@ -223,7 +222,7 @@ def serve(connection: Connection, shared: Sequence[int]) -> None:
             except EOFError:
                 return
             try:
-                connection.send(getattr(worker, method)(**arguments))
+                connection.send_bytes(pickle.dumps(getattr(worker, method)(**arguments)))
             except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
                 last = traceback.format_exception_only(error)[-1].strip()
                 connection.send(Failed(last, is_out_of_memory(error)))

@@ -91,7 +91,7 @@ class Pool:
 
     def run(self, number: int, *, each: bool = False) -> StepRun:
         cpu_s = tuple(np.array([self.seconds(i) for i in own]) for own in self.lists)
-        return StepRun(self.BUSY * sum(float(own.sum()) for own in cpu_s), cpu_s)
+        return StepRun(self.BUSY * sum(float(own.sum()) for own in cpu_s), lambda: cpu_s)
 
     def seconds(self, instruction: Instruction) -> float:
         if isinstance(instruction, Run):

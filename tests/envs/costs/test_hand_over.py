@@ -15,7 +15,7 @@ from envs.core_runtime import CoreRuntime
 from envs.costs.cache import CostCache, Session
 from envs.costs.cached_costs import conditions_of, first_of_kinds
 from envs.costs.hand_over import hand_over_costs, hand_over_signature, profile_hand_over
-from envs.executors.cores.pool import LEAD_NS
+from envs.executors.cores.pool import lead_ns
 from envs.hardware.discover import discover
 from envs.placement import Placement
 from envs.problem import Problem, toy_problem
@@ -48,7 +48,7 @@ def test_hand_overs_are_measured_on_a_copy_of_the_model(training: bool) -> None:
     [device] = discover(f"core:{CORES[0]}").devices
     times_s = profile_hand_over(extraction, [device])[device.kind]
     assert times_s.shape == (5, 1)
-    assert (times_s > LEAD_NS * 1e-9).all()
+    assert (times_s > 0).all()
     now = extraction.step.named_state()
     assert all(torch.equal(now[name], tensor) for name, tensor in state.items())
     assert all(tensor.grad is None for tensor in now.values())
@@ -89,7 +89,9 @@ def test_the_cached_time_belongs_to_the_graph_of_workers_only(
     CostCache().store(conditions_of(cluster.devices[0]), session)
     assert costs.known(first_of_kinds(cluster.devices)) is not None
     graph = costed(runtime, runtime.graph, cluster)
-    assert GraphArrays.from_graph(graph).hand_over_s == 0.25
+    # One worker starts at once, several do together.
+    assert GraphArrays.from_graph(graph).hand_over_s == 0.25 + lead_ns(len(cluster)) * 1e-9
+    assert lead_ns(1) == 0 < lead_ns(2)
     assert GraphArrays.from_graph(costed(runtime, graph, unplaced)).hand_over_s == 0.0
     rated = (
         replace(d, name=f"far/{d.name}", peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e11)

@@ -54,7 +54,7 @@ class Pool(WorkerPool):
             op_names=tuple(self.extraction.graph),
         )
         load_state(self.arena, step)
-        load_batch(self.arena, step, step.inputs, {})
+        load_batch(self.arena, step.inputs)
         devices = [op % 2 for op in range(count)] if alternating else [0] * (count - 1) + [1]
         self.number = self.load(device_lists(self.program, devices, range(count), 2))
 

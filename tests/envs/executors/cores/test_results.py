@@ -174,7 +174,7 @@ def test_the_cost_of_an_op_includes_handing_over_its_results(
     extraction = extract(tiny_models.STEPS["conv_net"]())
     instructions = single_list(extraction.program)
     monkeypatch.setattr(
-        WorkerPool, "run", lambda *_, each: StepRun(1.0, (np.ones(len(instructions)),))
+        WorkerPool, "run", lambda *_, each: StepRun(1.0, lambda: (np.ones(len(instructions)),))
     )
     [cost_s] = profile_runs(extraction, discover(f"core:{CORES[0]}").devices, repeats=1)["core"]
     given = sum(isinstance(instruction, Give) for instruction in instructions)
