@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from graphs.extract.export.functions import OwnFunction
 from graphs.extract.fx_nodes import (
     IGNORED,
     bodies,
@@ -299,6 +300,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def _is_random(module: fx.GraphModule, node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
+    if isinstance(node.target, OwnFunction):
+        return node.target.is_random
     return any(
         _is_random(body, inner)
         for body in bodies(module, node)

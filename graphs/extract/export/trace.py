@@ -32,10 +32,22 @@ from graphs.extract.autocast import (
 )
 from graphs.extract.convert import Traced
 from graphs.extract.eager import check_runs, has_no_values, without_meta
-from graphs.extract.errors import custom_backward_refused, wants_input_gradient, writes_input
+from graphs.extract.errors import (
+    custom_backward_checked,
+    wants_input_gradient,
+    writes_constant,
+    writes_input,
+)
 from graphs.extract.export.flags import exported_like_eager
+from graphs.extract.export.functions import KeptFunctions
 from graphs.extract.export.parts import Parts
-from graphs.extract.fx_nodes import constants_of, drop_checks, drop_unread, tag_calls
+from graphs.extract.fx_nodes import (
+    constants_as_buffers,
+    constants_of,
+    drop_checks,
+    drop_unread,
+    tag_calls,
+)
 from graphs.extract.model_state import (
     check_not_replaced,
     in_step_mode,
@@ -156,8 +168,10 @@ def _mixed_inference(step: Workload, checked: bool) -> Traced:
 def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
     parts = Parts(step)
-    with custom_backward_refused(step, functions=True, saving=True):
-        program, module = _exported(wrapper, step, parts, checked)
+    kept = KeptFunctions()
+    with custom_backward_checked(step, functions=kept.call, saving=True):
+        program, module = _exported(wrapper, step, parts, checked, kept)
+    constants = constants_as_buffers(module)
     joint = _aot_graph(module, step, parts)
     drop_unread(joint.graph)
     leaves = tree_flatten(parts.arguments)[0]
@@ -168,7 +182,10 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
         if position is not None and not isinstance(leaves[position], torch.Tensor):
             continue  # a number, whose example value is part of the graph
         role, name = _input_of(description, leaves)
-        if role == "tangent" and not _is_output(description.output):
+        if role == "buffer" and description.target in constants:
+            path = description.target
+            sources[node] = Source(-1, "constant", path, constants[path].detach())
+        elif role == "tangent" and not _is_output(description.output):
             # The new value of mutated state is an output too, but has no gradient.
             none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
             sources[node] = Source(-1, "constant", "", none)
@@ -180,6 +197,8 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     for node, description in zip(end.args[0], end.meta["desc"], strict=True):
         if _is_output(description):
             returned.append(Position(len(returned)) if isinstance(node, fx.Node) else node)
+        elif getattr(getattr(description, "mutated_input", None), "target", "") in constants:
+            raise writes_constant(unwrapped(description.mutated_input.target))
         if isinstance(node, fx.Node):
             results.append((node, Result(-1, *_output_of(description, leaves))))
     assert program.call_spec.out_spec is not None
@@ -195,7 +214,7 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
 
 
 def _forward(step: Workload, checked: bool) -> fx.GraphModule:
-    return _exported(ModelAlone(step), step, Parts(step), checked)[1]
+    return _exported(ModelAlone(step), step, Parts(step), checked, KeptFunctions())[1]
 
 
 def trace_forward(step: Workload) -> fx.GraphModule:
@@ -206,7 +225,7 @@ def trace_forward(step: Workload) -> fx.GraphModule:
 
 
 def _exported(
-    wrapper: nn.Module, step: Workload, parts: Parts, checked: bool
+    wrapper: nn.Module, step: Workload, parts: Parts, checked: bool, kept: KeptFunctions
 ) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
     """Export a wrapper of a step's model; return the program, and its module with tagged calls."""
     with (
@@ -219,6 +238,7 @@ def _exported(
     drop_checks(program.graph_module.graph, unread=checked)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    kept.restore(module)
     tag_calls(module, WRAPPED)
     return program, module
 
