@@ -126,6 +126,8 @@ class KeptFunctions:
             if isinstance(part, fx.GraphModule):
                 for node in part.graph.find_nodes(op="call_function", target=PLACEHOLDER):
                     node.target, node.args = self._calls[node.args[0]], node.args[1:]
+                    for member in [user for user in node.users if not user.users]:
+                        part.graph.erase_node(member)
                 part.recompile()
 
 
