@@ -258,13 +258,15 @@ def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]
     That of a function with a backward of its own has its name, too.
     """
     ops: defaultdict[int, list[str]] = defaultdict(list)
-    for node, signature in zip(
-        calls.node_of.tolist(), op_signatures(extraction.program, alone=True), strict=True
+    targets = {call.key: call.target for call in extraction.forward.calls}
+    signatures = op_signatures(extraction.program, alone=True)
+    for node, call, signature in zip(
+        calls.node_of.tolist(), extraction.call_of, signatures, strict=True
     ):
+        target = targets[call]
         ops[node].append(signature)
-    for call in extraction.forward.placed_calls:
-        if isinstance(call.target, OwnFunction):  # takes longer than its ops by themselves
-            ops[calls.node_of_call[call.key]].append(call.target.qualified_name)
+        if isinstance(target, OwnFunction):  # takes longer than its ops by themselves
+            ops[node].append(target.qualified_name)
     settings = (*kernel_settings(), TIMED_ALONE)
     return tuple(_digest([*settings, *ops[node]]) for node in range(len(calls.graph)))
 

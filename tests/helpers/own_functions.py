@@ -115,7 +115,7 @@ class Summed(Function):
     def forward(ctx: Any, x: Tensor, others: Any, device: torch.device) -> Tensor:
         with torch.enable_grad():
             root = ClampedRoot.apply(x.abs())  # type: ignore[no-untyped-call]
-        zeros = torch.tensor([0.0] * x.shape[-1], device=device)
+        zeros = torch.zeros(x.shape[-1], device=device)
         return root.detach() + others[0] * others[1] + zeros  # type: ignore[no-any-return]
 
     @staticmethod

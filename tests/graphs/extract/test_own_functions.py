@@ -121,6 +121,26 @@ def test_a_model_without_values_has_them_too() -> None:
     assert list(extract(step).graph) == known
 
 
+class Weighted(Function):
+    """A weighted sum; the weights are a constant of the function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.weights = torch.tensor([1.0, 2.0] * 4)
+        return x * ctx.weights
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        doubled: Tensor = 2 * gradient * ctx.weights
+        return doubled
+
+
+def test_a_function_may_make_constants_of_its_own() -> None:
+    extraction = exported(lambda m, x: Weighted.apply(m.first(x)))  # type: ignore[no-untyped-call]
+    one_process.assert_runs_as_eager(extraction, exact=True)
+    assert_trains_alike(copy.deepcopy(extraction.step), by_calls(extraction, ["cpu"]))
+
+
 # --- refused
 
 
