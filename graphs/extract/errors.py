@@ -273,7 +273,7 @@ def custom_backward_checked(
         return
     name = type(step.model).__name__
     enter = saved_tensors_hooks.__enter__
-    transformed = autograd_function.custom_function_call
+    transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
 
     def here() -> str:
         line = running_line()

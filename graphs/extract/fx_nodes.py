@@ -230,16 +230,17 @@ def constants_as_buffers(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     reads them, as of ``torch.tensor([1, 2])``.
     """
     constants: dict[str, torch.Tensor] = {}
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    state = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     for node in module.graph.find_nodes(op="get_attr"):
         path = str(node.target)
         value = operator.attrgetter(path)(module)
-        is_lifted = all(operator_name(user.target).startswith("lift_fresh") for user in node.users)
-        if isinstance(value, torch.Tensor) and not is_lifted and path not in known | {*constants}:
-            owner_path, _, name = path.rpartition(".")
-            owning = module.get_submodule(owner_path)
-            delattr(owning, name)
-            owning.register_buffer(name, value, persistent=False)
+        if path in state or path in constants or not isinstance(value, torch.Tensor):
+            continue
+        if not all(operator_name(user.target).startswith("lift_fresh") for user in node.users):
+            inside, _, name = path.rpartition(".")
+            holder = module.get_submodule(inside)
+            delattr(holder, name)
+            holder.register_buffer(name, value, persistent=False)
             constants[path] = value
     return constants

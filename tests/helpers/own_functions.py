@@ -123,12 +123,27 @@ class Summed(Function):
         return gradient.sin(), None, None
 
 
+class Folded(Function):
+    """Another shape, which comes as an argument, with half the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: torch.Size, scale: Any) -> Any:
+        ctx.shape, ctx.scale = x.shape, scale
+        ctx.set_materialize_grads(False)
+        return x.reshape(shape) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.reshape(ctx.shape) * 0.5, None, None
+
+
 class Outer:
     class Inner(ClampedRoot):
         """A function in a class."""
 
 
 root: Callable[..., Any] = ClampedRoot.apply
+SCALE = torch.tensor(0.5)
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -161,6 +176,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "recomputed": lambda m, x: Recomputed.apply(m.first(x), m.second.weight),  # type: ignore[no-untyped-call]
     "random": lambda m, x: m.second(Noisy.apply(m.first(x))),  # type: ignore[no-untyped-call]
     "lists": lambda m, x: Summed.apply(m.first(x), [x, m.second(x)], x.device),  # type: ignore[no-untyped-call]
+    "constant": lambda m, x: m.second(Folded.apply(m.first(x), x.t().shape, SCALE).t()),  # type: ignore[no-untyped-call]
     "nested": lambda m, x: m.second(Outer.Inner.apply(m.first(x).sigmoid())),  # type: ignore[no-untyped-call]
     "local": _local,
     "unneeded": lambda m, x: m.first(root(x.sigmoid())),

@@ -96,13 +96,12 @@ def registrations(program: StepProgram, forward: ForwardProgram | None = None) -
 
 def _file_of(own: OwnFunction) -> str:
     """Return the file of the module in which workers find a function by its name."""
-    cls = own.function
-    module = sys.modules.get(cls.__module__)
+    cls, name = own.function, own.function.__module__
+    module = None if name == "__main__" else sys.modules.get(name)
     file = getattr(module, "__file__", None)
     with suppress(AttributeError):
         if file is not None and operator.attrgetter(cls.__qualname__)(module) is cls:
-            if cls.__module__ != "__main__":
-                return str(file)
+            return str(file)
     raise ExtractionError(
         f"workers cannot import the function {own.qualified_name}, which has a backward of its "
         "own: define it at the top of a module of its own, and import that"

@@ -243,7 +243,8 @@ class _Reader:
         outputs: list[int | None] = [self._value(node, result)] if is_tensor else []
         for position, users in enumerate(() if is_tensor else members_of(node)):
             outputs.append(self._value(users[0], result[position]) if users else None)
-            self.values |= {user: self.values[users[0]] for user in users}
+            if users:
+                self.values |= dict.fromkeys(users, self.values[users[0]])
         written = list(written_arguments(node.target, args, kwargs))
         if not isinstance(node.target, torch._ops.OpOverload):
             for body in bodies(self.exported, node):

@@ -2,14 +2,14 @@
 
 torch.export traces into a ``torch.autograd.Function`` and loses its backward. While a training step
 is exported, a call of one is recorded as that of a placeholder, since torch lets exported programs
-call operators only. In the module of the program an :class:`OwnFunction` takes its place: AOTAutograd
-traces the function with its own backward, and torch devices call it as the model does.
+call operators only. In the module of the program an :class:`OwnFunction` takes its place: torch
+devices call it as the model does, and AOTAutograd traces it with its own backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ class _Placeholder(HigherOrderOperator):
     """Stands for the call of a function, whose number is its first argument; it is never run."""
 
     def __init__(self) -> None:
-        super().__init__("placer_own_function")
+        super().__init__("placer_own_function")  # type: ignore[no-untyped-call]
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{self.__name__} stands for a function while torch exports")
@@ -91,12 +91,14 @@ class KeptFunctions:
         """
         if self._is_running:  # another function calls it
             return apply(*args, **kwargs)
-        mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        mode: Any = _get_dispatch_mode_pre_dispatch(  # type: ignore[no-untyped-call]
+            torch._C._TorchDispatchModeKey.PROXY
+        )
         if mode is None:
             raise unkept_function(cls, "is called in a nested trace")
         arguments = [*args, *kwargs.values()]
-        if odd := next((one for one in arguments if not _is_plain(one)), None):
-            raise unkept_function(cls, f"takes a {type(odd).__name__}")
+        if odd := [type(one).__name__ for one in arguments if not _is_plain(one)]:
+            raise unkept_function(cls, f"takes a {odd[0]}")
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         before = [tensor._version for tensor in tensors]
         watch = _Watch(tensors)
@@ -131,21 +133,20 @@ class KeptFunctions:
                 part.recompile()
 
 
-def _below_export() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which torch.export sees no operators, and no changes of modes."""
-    hidden = contextlib.ExitStack()
+@contextlib.contextmanager
+def _below_export() -> Iterator[None]:
+    """Hide operators, and changes of modes such as gradients off, from torch.export."""
     included = torch._C._dispatch_tls_local_include_set().remove(DispatchKey.PreDispatch)
     excluded = torch._C._dispatch_tls_local_exclude_set() | DispatchKeySet(DispatchKey.PreDispatch)
-    hidden.enter_context(torch._C._ForceDispatchKeyGuard(included, excluded))
-    hidden.enter_context(torch._C.DisableTorchFunction())
-    return hidden
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C.DisableTorchFunction():
+        yield
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees whether a function draws random numbers, and whether it reads hidden tensors."""
 
     def __init__(self, arguments: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_random = False
         self.reads_others = False
         self._known: dict[int, torch.UntypedStorage] = {}  # kept, as their ids may be reused
@@ -180,7 +181,7 @@ def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
 
 
 def _is_plain(argument: Any) -> bool:
-    if type(argument) in (tuple, list):
+    if type(argument) in (tuple, list, torch.Size):
         return all(_is_plain(item) for item in argument)
     return isinstance(argument, (*PLAIN, torch.Tensor))
 

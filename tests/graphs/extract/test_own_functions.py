@@ -125,7 +125,7 @@ class Weighted(Function):
     """A weighted sum; the weights are a constant of the function."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Any:
         ctx.weights = torch.tensor([1.0, 2.0] * 4)
         return x * ctx.weights
 
