@@ -254,13 +254,13 @@ def unkept_function(cls: type[Function], reason: str) -> ExtractionError:
     )
 
 
-Kept = Callable[[type[Function], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-"""Does what is done to a function (its class, what applies it, its arguments) and returns that."""
+Applied = Callable[[type[Function], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Applies a function: takes its class, torch's way to apply it, and the arguments."""
 
 
 @contextlib.contextmanager
 def custom_backward_checked(
-    step: Workload, *, functions: Kept | None = None, saving: bool = False
+    step: Workload, *, functions: Applied | None = None, saving: bool = False
 ) -> Iterator[None]:
     """Raise, while a training step runs, if an extractor cannot follow its backward pass.
 

@@ -9,6 +9,7 @@ devices call it as the model does, and AOTAutograd traces it with its own backwa
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -128,8 +129,9 @@ class KeptFunctions:
             if isinstance(part, fx.GraphModule):
                 for node in part.graph.find_nodes(op="call_function", target=PLACEHOLDER):
                     node.target, node.args = self._calls[node.args[0]], node.args[1:]
-                    for member in [user for user in node.users if not user.users]:
-                        part.graph.erase_node(member)
+                    for user in list(node.users):
+                        if user.target is operator.getitem and not user.users:
+                            part.graph.erase_node(user)
                 part.recompile()
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from graphs.extract import Extraction, ExtractionError, extract
+from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.export.functions import OwnFunction
 from tests.helpers import one_process
-from tests.helpers.own_functions import STEPS, ClampedRoot, Reversed, own_step, root
+from tests.helpers.own_functions import STEPS, ClampedRoot, Noisy, Reversed, X, own_step, root
 from tests.helpers.placed_steps import by_calls
 from tests.helpers.trained_alike import assert_trains_alike
 
@@ -112,6 +112,28 @@ def test_functions_run_under_autocast_as_in_eager_mode(function: Callable[..., A
     one_process.assert_runs_as_eager(extraction)
     assert_trains_alike(step, by_calls(extraction, ["cpu"]), tolerance=1e-9)
     one_process.assert_runs_as_eager(extraction, exact=True)
+
+
+def test_the_loss_may_be_what_a_function_returns() -> None:
+    model = own_step(lambda m, x: root(m.second(m.first(x)).sigmoid().mean())).model
+    step = Workload.of(model, X)
+    extraction = extract(step)
+    assert own_calls(extraction) == [":ClampedRoot"]
+    one_process.assert_runs_as_eager(extraction, exact=True)
+    assert_trains_alike(copy.deepcopy(step), by_calls(extraction, ["cpu"]), tolerance=1e-9)
+
+
+def test_a_function_may_be_called_within_an_autocast_block() -> None:
+    def within(m: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            product = Product.apply(m.first(x), m.second.weight)  # type: ignore[no-untyped-call]
+        return Noisy.apply(product.float())  # type: ignore[no-untyped-call]
+
+    extraction = exported(within)
+    assert own_calls(extraction) == [":Noisy"]  # the block is one call
+    assert_trains_alike(
+        copy.deepcopy(extraction.step), by_calls(extraction, ["cpu"]), tolerance=1e-9
+    )
 
 
 def test_a_model_without_values_has_them_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def test_what_reads_a_plain_tensor_is_exported(name: str) -> None:
     assert "model.table" in {s.name for s in extraction.program.sources if s.role == "constant"}
     one_process.assert_runs_as_eager(extraction, exact=True)
     assert_trains_alike(copy.deepcopy(step), by_calls(extraction, ["cpu"]), tolerance=1e-9)
+
+
+def test_inference_in_mixed_precision_reads_it_too() -> None:
+    step = replace(step_of(READS["itself"]), training=False, loss=None, inputs=(X,), dtype="bf16")
+    extraction = extract(step)
+    assert extraction.fell_back == ()
+    one_process.assert_runs_as_eager(extraction, exact=True)
 
 
 def test_its_values_may_not_change_afterwards() -> None:
