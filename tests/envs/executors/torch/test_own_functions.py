@@ -147,7 +147,7 @@ def test_a_saved_placement_keeps_the_backward(devices: str, tmp_path: Path) -> N
         result = placer.optimize(
             copy.deepcopy(step),
             cluster,
-            search=placer.SearchConfig(budget="20e", policy=None),
+            search=placer.SearchConfig(budget="20e", policy=None, measure="1s"),
             constraints=placer.Constraints(
                 memory=limits, pins={"first": names[1], "second": names[0]}
             ),
