@@ -85,7 +85,10 @@ def walk(extraction: Extraction) -> Iterator[CallInputs]:
 
 def _differentiable(call: ForwardCall, output: torch.Tensor) -> bool:
     """Return whether gradients flow from an output back into the call."""
-    without_grad = call.op == "detach" or (call.args and call.args[0] is False)
+    is_detach = call.op == "detach"
+    # wrap_with_set_grad_enabled(False, ...)
+    is_higher_order = isinstance(call.target, torch._ops.HigherOrderOperator)
+    without_grad = is_detach or (is_higher_order and call.args and call.args[0] is False)
     return not without_grad and (output.is_floating_point() or output.is_complex())
 
 

@@ -30,6 +30,7 @@ from envs.executors.cores.pool import WorkerPool
 from envs.hardware.cluster import Device
 from envs.hardware.torch_devices import kernel_settings
 from graphs.extract import Extraction
+from graphs.extract.export.functions import OwnFunction
 from graphs.extract.placeable import CallGraph
 from graphs.extract.program import Call, Ref, StepProgram, Value
 
@@ -252,12 +253,20 @@ def op_signatures(program: StepProgram, *, alone: bool = False) -> tuple[str, ..
 
 
 def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]:
-    """Return the signature of every node, (M,): of its ops and the settings that choose kernels."""
+    """Return the signature of every node, (M,): of its ops and the settings that choose kernels.
+
+    That of a function with a backward of its own has its name, too.
+    """
     ops: defaultdict[int, list[str]] = defaultdict(list)
-    for node, signature in zip(
-        calls.node_of.tolist(), op_signatures(extraction.program, alone=True), strict=True
+    targets = {call.key: call.target for call in extraction.forward.calls}
+    signatures = op_signatures(extraction.program, alone=True)
+    for node, call, signature in zip(
+        calls.node_of.tolist(), extraction.call_of, signatures, strict=True
     ):
+        target = targets[call]
         ops[node].append(signature)
+        if isinstance(target, OwnFunction):  # takes longer than its ops by themselves
+            ops[node].append(target.qualified_name)
     settings = (*kernel_settings(), TIMED_ALONE)
     return tuple(_digest([*settings, *ops[node]]) for node in range(len(calls.graph)))
 

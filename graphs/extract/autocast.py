@@ -87,9 +87,13 @@ def runs_under(module: fx.GraphModule, dtype: str) -> Iterator[None]:
 
 
 def name_nodes(module: fx.GraphModule) -> None:
-    """Tag the nodes of an exported module so that nodes traced from them carry their names."""
+    """Tag the nodes of an exported module so that nodes traced from them carry their names.
+
+    Functions of the model cast by themselves what they read, and are not tagged.
+    """
+    operators = torch._ops.OpOverload | torch._ops.HigherOrderOperator
     for node in module.graph.nodes:
-        if node.op == "call_function":
+        if isinstance(node.target, operators):
             node.meta["custom"] = {**node.meta.get("custom", {}), FROM: node.name}
 
 

@@ -28,7 +28,7 @@ from graphs.extract.autocast import autocast
 from graphs.extract.convert import Traced
 from graphs.extract.eager import try_fakes, without_meta
 from graphs.extract.errors import (
-    custom_backward_refused,
+    custom_backward_checked,
     running_line,
     unreturnable,
     wants_input_gradient,
@@ -76,7 +76,7 @@ def record(step: Workload) -> Traced:
     with tracing(step, "recorded"), without_meta(step) as traceable, trained_as_in_eager_mode():
         try_fakes(traceable)
         recording = _Recording(with_distinct_inputs(traceable))
-        with custom_backward_refused(step), asking_lines() as lines:
+        with custom_backward_checked(step), asking_lines() as lines:
             traced = recording.traced()
         check_like_eager(traceable, lines, recording.computed, "recorded")
         return traced

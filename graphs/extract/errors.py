@@ -3,8 +3,8 @@
 Torch's own output is suppressed meanwhile: its reasons are in its exceptions.
 
 Models that define parts of their backward pass are refused too, where an extractor cannot follow:
-torch.export traces into a function that has its own backward and decomposes it, and of
-checkpointing it sees only the forward pass. Either way the traced step would be another one.
+of checkpointing, for one, torch.export sees only the forward pass, and the traced step would be
+another one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch.autograd.function import Function
+from torch.autograd import function as autograd_function
+from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -189,6 +190,14 @@ def writes_input(which: str) -> StepError:
     return StepError(f"the model writes into {which} in place; clone it first")
 
 
+def writes_constant(path: str) -> ExtractionError:
+    """Return the error for a model that writes into an attribute that is no state."""
+    return ExtractionError(
+        f"the model writes into {path}, which is neither a parameter nor a buffer; make it one "
+        "with register_buffer"
+    )
+
+
 def wants_input_gradient(which: str) -> StepError:
     """Return the error for an input that requires a gradient."""
     return StepError(
@@ -236,39 +245,58 @@ def quiet() -> Iterator[None]:
         threading.excepthook = hook
 
 
+def unkept_function(cls: type[Function], reason: str) -> ExtractionError:
+    """Return the error for a function that an export cannot keep; ``reason`` is a verb phrase."""
+    line = running_line()
+    return ExtractionError(
+        f"the model uses {cls.__name__}{f' ({line})' if line else ''}, a function with a backward "
+        f"of its own that {reason}, so that torch.export does not keep it"
+    )
+
+
+Applied = Callable[[type[Function], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Applies a function: takes its class, torch's way to apply it, and the arguments."""
+
+
 @contextlib.contextmanager
-def custom_backward_refused(
-    step: Workload, *, functions: bool = False, saving: bool = False
+def custom_backward_checked(
+    step: Workload, *, functions: Applied | None = None, saving: bool = False
 ) -> Iterator[None]:
     """Raise, while a training step runs, if an extractor cannot follow its backward pass.
 
-    Reentrant checkpointing, which no extractor can follow, is a StepError. With ``functions``,
-    functions with a backward of their own are refused, except torch's; with ``saving``, hooks on
-    saved tensors, as in activation checkpointing.
+    Reentrant checkpointing, which no extractor can follow, is a StepError. ``functions`` is called
+    in place of functions with a backward of their own, except torch's; with ``saving``, hooks on
+    saved tensors are refused, as in activation checkpointing.
     """
     if not step.training:
         yield
         return
     name = type(step.model).__name__
-    apply: Callable[..., Any] = Function.__dict__["apply"].__func__
     enter = saved_tensors_hooks.__enter__
+    transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
 
     def here() -> str:
         line = running_line()
         return f" ({line})" if line else ""
 
+    def is_own(cls: type[Function]) -> bool:
+        return torch.is_grad_enabled() and not cls.__module__.startswith("torch.")
+
     def checked_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        apply: Callable[..., Any] = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if torch.is_grad_enabled() and issubclass(cls, CheckpointFunction):
             raise StepError(
                 f"{name} uses reentrant checkpointing{here()}, which starts backward passes of "
                 "its own that cannot be placed; give use_reentrant=False"
             )
-        if torch.is_grad_enabled() and functions and not cls.__module__.startswith("torch."):
-            raise ExtractionError(
-                f"{name} uses {cls.__name__}{here()}, a function with a backward of its own, "
-                "which torch.export does not keep"
-            )
-        return apply(cls, *args, **kwargs)
+        if functions is not None and is_own(cls):
+            return functions(cls, apply, args, kwargs)
+        return apply(*args, **kwargs)
+
+    def checked_transformed(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if functions is not None and is_own(cls):
+            raise unkept_function(cls, "torch.func transforms")
+        return transformed(cls, *args, **kwargs)
 
     def checked_enter(hooks: saved_tensors_hooks) -> None:
         if torch.is_grad_enabled() and saving:
@@ -278,11 +306,15 @@ def custom_backward_refused(
             )
         enter(hooks)
 
-    # Torch has no hook for these calls, so the methods themselves are replaced meanwhile.
-    Function.apply = classmethod(checked_apply)  # type: ignore[method-assign, assignment]
-    saved_tensors_hooks.__enter__ = checked_enter  # type: ignore[method-assign]
-    try:
+    # Torch has no hook for these calls, so functions are replaced meanwhile: those that
+    # Function.apply calls, since a model may hold that itself (``gelu = GeLU.apply``).
+    with contextlib.ExitStack() as restored:
+        restored.callback(delattr, _SingleLevelFunction, "apply")
+        _SingleLevelFunction.apply = classmethod(checked_apply)  # type: ignore[attr-defined]
+        for owner, attribute, checked in (
+            (autograd_function, "custom_function_call", checked_transformed),
+            (saved_tensors_hooks, "__enter__", checked_enter),
+        ):
+            restored.callback(setattr, owner, attribute, getattr(owner, attribute))
+            setattr(owner, attribute, checked)
         yield
-    finally:
-        Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]

@@ -221,3 +221,26 @@ def constants_of(module: fx.GraphModule) -> dict[fx.Node, Source]:
             )
         constants[node] = Source(-1, "constant", str(node.target), value.detach())
     return constants
+
+
+def constants_as_buffers(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Register the tensors that an exported module holds as attributes as buffers; return them.
+
+    AOTAutograd takes tensors that are neither parameters nor buffers only where ``lift_fresh_copy``
+    reads them, as of ``torch.tensor([1, 2])``.
+    """
+    constants: dict[str, torch.Tensor] = {}
+    state = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for node in module.graph.find_nodes(op="get_attr"):
+        path = str(node.target)
+        value = operator.attrgetter(path)(module)
+        if path in state or path in constants or not isinstance(value, torch.Tensor):
+            continue
+        if not all(operator_name(user.target).startswith("lift_fresh") for user in node.users):
+            inside, _, name = path.rpartition(".")
+            holder = module.get_submodule(inside)
+            delattr(holder, name)
+            holder.register_buffer(name, value, persistent=False)
+            constants[path] = value
+    return constants

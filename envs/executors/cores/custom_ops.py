@@ -6,10 +6,12 @@ registers them (``torch.library``) was imported, or their library was loaded.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -21,6 +23,8 @@ from typing import Final
 import torch
 from torch._library.custom_ops import OPDEFS
 
+from graphs.extract.export.forward import ForwardProgram
+from graphs.extract.export.functions import OwnFunction
 from graphs.extract.program import StepProgram
 from graphs.workload import ExtractionError
 
@@ -59,17 +63,21 @@ class Registrations:
                 _load(name, file)
 
 
-def registrations(program: StepProgram) -> Registrations:
+def registrations(program: StepProgram, forward: ForwardProgram | None = None) -> Registrations:
     """Return what registered the custom operators of a program in this process.
+
+    For workers that run a ``forward`` program these are also the modules of its functions.
 
     Raises:
         ExtractionError: it was the script that runs, or no module.
     """
     targets = {call.target for call in program.calls}
     custom = sorted(t for t in targets if t.partition(".")[0] not in OF_TORCH)
-    if not custom:
+    calls = () if forward is None else forward.calls
+    functions = {call.target for call in calls if isinstance(call.target, OwnFunction)}
+    if not custom and not functions:
         return Registrations()
-    found: dict[str, str] = {}
+    found = {own.function.__module__: _file_of(own) for own in functions}
     for target in custom:
         for name in _modules(target):
             file = getattr(sys.modules.get(name), "__file__", None)
@@ -83,6 +91,20 @@ def registrations(program: StepProgram) -> Registrations:
     environment = {name: text for name, text in os.environ.items() if name not in OF_WORKERS}
     return Registrations(
         tuple(found.items()), libraries, tuple(sys.path), tuple(environment.items())
+    )
+
+
+def _file_of(own: OwnFunction) -> str:
+    """Return the file of the module in which workers find a function by its name."""
+    cls, name = own.function, own.function.__module__
+    module = None if name == "__main__" else sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    with suppress(AttributeError):
+        if file is not None and operator.attrgetter(cls.__qualname__)(module) is cls:
+            return str(file)
+    raise ExtractionError(
+        f"workers cannot import the function {own.qualified_name}, which has a backward of its "
+        "own: define it at the top of a module of its own, and import that"
     )
 
 

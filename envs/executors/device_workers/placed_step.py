@@ -90,7 +90,7 @@ class PlacedStep:
             constants={s.value: s.tensor for s in program.sources if s.tensor is not None},
             dtype=step.dtype,
             optimizer=step.optimizer if step.training else None,
-            custom_ops=registrations(extraction.program),
+            custom_ops=registrations(extraction.program, program),
             limits=limits or {},
             sharing=sharing or SHARING,
             step_timeout_s=step_timeout_s,

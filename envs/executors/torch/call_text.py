@@ -78,6 +78,8 @@ class CallText:
                 return f"({''.join(f'{self._text(item)}, ' for item in argument)})"
             case None | bool() | int():
                 return repr(argument)
+            case torch.device():  # of a function of the model, which has no schema
+                return _Placeholder.DEVICE.value
             case _:
                 name = f"c{self._number}_{len(self.names)}"
                 self.names[name] = argument

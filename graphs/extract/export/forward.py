@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from graphs.extract.export.functions import OwnFunction
 from graphs.extract.fx_nodes import (
     IGNORED,
     bodies,
@@ -242,7 +243,8 @@ class _Reader:
         outputs: list[int | None] = [self._value(node, result)] if is_tensor else []
         for position, users in enumerate(() if is_tensor else members_of(node)):
             outputs.append(self._value(users[0], result[position]) if users else None)
-            self.values |= dict.fromkeys(users, self.values[users[0]])
+            if users:
+                self.values |= dict.fromkeys(users, self.values[users[0]])
         written = list(written_arguments(node.target, args, kwargs))
         if not isinstance(node.target, torch._ops.OpOverload):
             for body in bodies(self.exported, node):
@@ -299,6 +301,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def _is_random(module: fx.GraphModule, node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
+    if isinstance(node.target, OwnFunction):
+        return node.target.is_random
     return any(
         _is_random(body, inner)
         for body in bodies(module, node)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -32,10 +32,18 @@ from graphs.extract.autocast import (
 )
 from graphs.extract.convert import Traced
 from graphs.extract.eager import check_runs, has_no_values, without_meta
-from graphs.extract.errors import custom_backward_refused, wants_input_gradient, writes_input
+from graphs.extract.errors import custom_backward_checked, writes_input
+from graphs.extract.export.descriptions import input_of, is_output, output_of
 from graphs.extract.export.flags import exported_like_eager
+from graphs.extract.export.functions import KeptFunctions
 from graphs.extract.export.parts import Parts
-from graphs.extract.fx_nodes import constants_of, drop_checks, drop_unread, tag_calls
+from graphs.extract.fx_nodes import (
+    constants_as_buffers,
+    constants_of,
+    drop_checks,
+    drop_unread,
+    tag_calls,
+)
 from graphs.extract.model_state import (
     check_not_replaced,
     in_step_mode,
@@ -44,7 +52,7 @@ from graphs.extract.model_state import (
     with_distinct_inputs,
     written_when_assigned,
 )
-from graphs.extract.program import Result, ResultRole, Role, Source
+from graphs.extract.program import Result, Role, Source
 from graphs.extract.reads.answers import CheckReads
 from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.precision import FULL
@@ -156,8 +164,10 @@ def _mixed_inference(step: Workload, checked: bool) -> Traced:
 def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
     parts = Parts(step)
-    with custom_backward_refused(step, functions=True, saving=True):
-        program, module = _exported(wrapper, step, parts, checked)
+    kept = KeptFunctions()
+    with custom_backward_checked(step, functions=kept.call, saving=True):
+        program, module = _exported(wrapper, step, parts, checked, kept)
+    constants = constants_as_buffers(module)
     joint = _aot_graph(module, step, parts)
     drop_unread(joint.graph)
     leaves = tree_flatten(parts.arguments)[0]
@@ -167,8 +177,10 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
         position = getattr(description, "idx", None)
         if position is not None and not isinstance(leaves[position], torch.Tensor):
             continue  # a number, whose example value is part of the graph
-        role, name = _input_of(description, leaves)
-        if role == "tangent" and not _is_output(description.output):
+        role, name = input_of(description, leaves, constants)
+        if role == "constant":
+            sources[node] = Source(-1, role, name, constants[name].detach())
+        elif role == "tangent" and not is_output(description.output):
             # The new value of mutated state is an output too, but has no gradient.
             none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
             sources[node] = Source(-1, "constant", "", none)
@@ -178,10 +190,10 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     results: list[tuple[fx.Node, Result]] = []
     returned: list[Any] = []
     for node, description in zip(end.args[0], end.meta["desc"], strict=True):
-        if _is_output(description):
+        if is_output(description):
             returned.append(Position(len(returned)) if isinstance(node, fx.Node) else node)
         if isinstance(node, fx.Node):
-            results.append((node, Result(-1, *_output_of(description, leaves))))
+            results.append((node, Result(-1, *output_of(description, leaves, constants))))
     assert program.call_spec.out_spec is not None
     return Traced(
         graph=joint.graph,
@@ -195,7 +207,7 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
 
 
 def _forward(step: Workload, checked: bool) -> fx.GraphModule:
-    return _exported(ModelAlone(step), step, Parts(step), checked)[1]
+    return _exported(ModelAlone(step), step, Parts(step), checked, KeptFunctions())[1]
 
 
 def trace_forward(step: Workload) -> fx.GraphModule:
@@ -206,7 +218,7 @@ def trace_forward(step: Workload) -> fx.GraphModule:
 
 
 def _exported(
-    wrapper: nn.Module, step: Workload, parts: Parts, checked: bool
+    wrapper: nn.Module, step: Workload, parts: Parts, checked: bool, kept: KeptFunctions
 ) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
     """Export a wrapper of a step's model; return the program, and its module with tagged calls."""
     with (
@@ -219,6 +231,7 @@ def _exported(
     drop_checks(program.graph_module.graph, unread=checked)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    kept.restore(module)
     tag_calls(module, WRAPPED)
     return program, module
 
@@ -227,54 +240,6 @@ def constants_in(program: torch.export.ExportedProgram) -> Callable[[torch.Tenso
     """Return a function that tells whether a tensor is a constant of an exported program."""
     held = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
     return functools.partial(is_part_of, held)
-
-
-INPUTS: Final[dict[str, Role]] = {
-    "ParamAOTInput": "parameter",
-    "BufferAOTInput": "buffer",
-    "PlainAOTInput": "input",
-    "TangentAOTInput": "tangent",
-}
-OUTPUTS: Final[dict[str, tuple[ResultRole, str]]] = {
-    "PlainAOTOutput": ("output", ""),
-    "GradAOTOutput": ("gradient", "grad_of"),
-    "InputMutationAOTOutput": ("state", "mutated_input"),
-}
-"""{kind of AOTAutograd's descriptor: role of the result, attribute that describes its input}."""
-
-
-def _input_of(description: Any, leaves: Sequence[Any]) -> tuple[Role, str]:
-    """Return the role and name of a described input."""
-    kind = type(description).__name__
-    if kind not in INPUTS:
-        raise ExtractionError(f"the traced step takes an input of kind {kind}, which no step has")
-    match role := INPUTS[kind]:
-        case "parameter" | "buffer":
-            return role, unwrapped(description.target)
-        case "input":
-            before = leaves[: description.idx]
-            return role, str(sum(isinstance(leaf, torch.Tensor) for leaf in before))
-    return role, ""
-
-
-def _output_of(description: Any, leaves: Sequence[Any]) -> tuple[ResultRole, str]:
-    """Return the role and name of a described output."""
-    kind = type(description).__name__
-    if kind not in OUTPUTS:
-        raise ExtractionError(f"the traced step gives an output of kind {kind}")
-    role, attribute = OUTPUTS[kind]
-    if role == "output":
-        return role, str(description.idx)
-    of, name = _input_of(getattr(description, attribute), leaves)
-    if of == "input" and role == "gradient":
-        raise wants_input_gradient(name)
-    if of == "input":
-        raise writes_input(f"tensor {name} of its inputs")
-    return role, name
-
-
-def _is_output(description: Any) -> bool:
-    return type(description).__name__ == "PlainAOTOutput"
 
 
 def _aot_graph(module: fx.GraphModule, step: Workload, parts: Parts) -> fx.GraphModule:

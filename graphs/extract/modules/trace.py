@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import networkx as nx
 
 from graphs.extract.eager import check_gradients, runnable, try_fakes
-from graphs.extract.errors import custom_backward_refused
+from graphs.extract.errors import custom_backward_checked
 from graphs.extract.fx_nodes import numbered
 from graphs.extract.model_state import tracing
 from graphs.extract.module_calls import Homes, Unit
@@ -36,7 +36,7 @@ def module_graph(step: Workload) -> ModuleGraph:
     with tracing(step, "run module by module"), runnable(step) as copy, trained_as_in_eager_mode():
         try_fakes(copy)
         flow = Flow(copy)
-        with custom_backward_refused(step, saving=True):
+        with custom_backward_checked(step, saving=True):
             flow.run(copy)
     if not flow.forward:
         raise StepError(f"{name} runs no ops on these inputs")

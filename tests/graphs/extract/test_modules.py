@@ -101,8 +101,7 @@ def test_a_module_that_calls_numpy_is_placed_by_its_modules() -> None:
     extraction = extract(numpy_step())
     assert extraction.extractor == "modules"
     assert [tried.extractor for tried in extraction.fell_back] == ["export", "dispatch"]
-    assert "NumpyTanh" in extraction.fell_back[0].reason
-    assert ".numpy()" in extraction.fell_back[1].reason
+    assert all(".numpy()" in tried.reason for tried in extraction.fell_back)
     assert list(nx.dag_longest_path(extraction.graph))[:4] == [
         *("linear:Linear", "outside:Outside", "linear@1:Linear", ":Plain")
     ]
