@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from envs.executors.torch import streams as product_streams
-from envs.executors.torch.staging import Staging
+from envs.executors.torch.staging import HostSender
 from tests.fake_cuda import streams
 from tests.fake_cuda.streams import Event
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 CACHE_BYTES: Final = 1 << 16
+SMALL_BYTES: Final = 1 << 6  # tests send tensors below and above
 CLASSES: Final = ("Event", "Stream", "device")
 
 
@@ -212,4 +213,5 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     # its streams and page-locked memory are those of the machine
     uncached = product_streams._stream.__wrapped__
     patch.setattr(product_streams, "_stream", functools.cache(uncached))
-    patch.setattr(product_streams, "_STAGING", Staging())
+    sender = HostSender(small_bytes=SMALL_BYTES, thread=machine.thread)
+    patch.setattr(product_streams, "_HOST_SENDER", sender)

@@ -199,7 +199,7 @@ class Queues:
         self._runs = True  # memory that is freed meanwhile issues work, which must not run now
         try:
             if work.run is not None:
-                with plainly():
+                with plainly(), torch.inference_mode():  # which may write to tensors of any mode
                     work.run()
         except IndexError as error:
             self.error = f"device-side assert triggered ({error})"

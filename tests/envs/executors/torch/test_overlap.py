@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
-from envs.executors.torch.staging import Staging
+from envs.executors.torch.staging import HostSender
 from envs.executors.torch.streams import arrived, sending
 from graphs.extract import Workload, extract
 from tests.fake_cuda import fake_cuda
+from tests.fake_cuda.late_thread import LateThread
 from tests.fake_cuda.machine import is_fake
 from tests.helpers.extracted_steps import fresh
 from tests.helpers.op_log import OpLog
@@ -116,20 +117,20 @@ def test_what_is_staged_shares_no_memory_between_its_elements(
     tensor: Tensor, size_bytes: int
 ) -> None:
     with fake_cuda():
-        found = sent_by(Staging(size_bytes), tensor)
+        sender = HostSender(size_bytes, 0, LateThread(1))
+        found = sent_by(sender, tensor)
         assert found.device == torch.device("cuda", 0)
         assert found.untyped_storage().nbytes() == found.nbytes
         assert not found.requires_grad
         assert torch.equal(found.cpu(), tensor)
         transposed = torch.arange(12.0).reshape(3, 4).t()
-        kept = sent_by(Staging(size_bytes), transposed)
+        kept = sent_by(sender, transposed)
         assert kept.stride() == transposed.stride(), "dense tensors keep their order"
         assert torch.equal(kept.cpu(), transposed)
 
 
-def sent_by(staging: Staging, tensor: Tensor) -> Tensor:
-    stream = torch.cuda.current_stream(0)
-    return staging.send(tensor, stream)
+def sent_by(sender: HostSender, tensor: Tensor) -> Tensor:
+    return sender.send(tensor, torch.cuda.current_stream(0))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
@@ -137,11 +138,11 @@ def test_staging_takes_any_dtype_and_no_more_memory_than_it_may(
     dtype: torch.dtype,
 ) -> None:
     with fake_cuda() as machine:
-        staging = Staging(1 << 10)
+        sender = HostSender(1 << 10, 64, LateThread(1))
         for shape in ((), (0, 3), (7,), (3, 50), (2000,)):
             given = torch.randint(2, shape).to(dtype)
-            assert torch.equal(sent_by(staging, given).cpu(), given)
-        assert sum(storage.nbytes() for storage in machine._pinned.values()) == 1 << 10
+            assert torch.equal(sent_by(sender, given).cpu(), given)
+        assert sum(storage.nbytes() for storage in machine._pinned.values()) == (1 << 10) + 8 * 64
 
 
 @pytest.mark.gpu
