@@ -143,6 +143,7 @@ AUTOGRAD: Final = _table(
 )
 HOST_STATE: Final = _table(  # by thread
     clock_ns="i8",  # until then it is occupied
+    written_ns="i8",  # until then its second thread is, which writes what is sent from the CPU
     left_ns="i8",  # that ops still to be issued will occupy it
     blocked_by="i4",  # op that it waited for last, or -1
 )
@@ -210,6 +211,7 @@ class Workspace(NamedTuple):
     ready_later: Longs  # express: (N + 1,) heap of when ops become ready
     received_bytes: Longs  # express: (N,) received for every op until it ends
     hosts: Table  # (D,) of HOST_STATE
+    awaited_ns: Longs  # (E,) with hosts: until then the thread of its reader waits; -1: for nothing
     issued: Indices  # (N,) with hosts: ops in the order of issue; N first if not known
     backward: Indices  # with autograd: backward ops by rank
     rests: Longs  # (2,) see envs.simulator.kernel.step

@@ -106,6 +106,7 @@ def workspace_for(problem: Problem) -> Workspace:
         ready_later=np.full(n + 1, NO_EVENT, np.int64),
         received_bytes=np.zeros(n, np.int64),
         hosts=np.zeros(d, HOST_STATE),
+        awaited_ns=np.zeros(e if problem.hosts is not None else 0, np.int64),
         issued=np.full(n, n, np.uint32),
         backward=np.zeros(np.count_nonzero(issued_by_autograd(problem)), np.uint32),
         rests=np.zeros(2, np.int64),
