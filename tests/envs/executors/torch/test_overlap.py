@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
-from envs.executors.torch.staging import HostSender
+from envs.executors.torch.staging import HostSender, Staging
 from envs.executors.torch.streams import arrived, sending
 from graphs.extract import Workload, extract
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.late_thread import LateThread
-from tests.fake_cuda.machine import is_fake
+from tests.fake_cuda.machine import Machine, is_fake
+from tests.fake_cuda.modes import DispatchMode, FunctionMode
 from tests.helpers.extracted_steps import fresh
 from tests.helpers.op_log import OpLog
 from tests.helpers.placed_steps import random_devices, random_order
@@ -143,6 +145,46 @@ def test_staging_takes_any_dtype_and_no_more_memory_than_it_may(
             given = torch.randint(2, shape).to(dtype)
             assert torch.equal(sent_by(sender, given).cpu(), given)
         assert sum(storage.nbytes() for storage in machine._pinned.values()) == (1 << 10) + 8 * 64
+
+
+class OtherThread(ThreadPoolExecutor):
+    """A real thread that uses a fake machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(1)
+        self._machine = machine
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def there() -> Any:
+            with DispatchMode(self._machine), FunctionMode(self._machine):
+                return work(*args, **named)
+
+        return super().submit(there)
+
+
+def test_the_thread_that_writes_is_in_inference_mode_as_the_one_that_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, modes = Staging.send, []
+
+    def watched(*args: Any) -> torch.cuda.Event:
+        modes.append(torch.is_inference_mode_enabled())
+        return send(*args)
+
+    monkeypatch.setattr(Staging, "send", watched)
+    with fake_cuda() as machine, OtherThread(machine) as thread:
+        sender = HostSender(1 << 10, 0, thread)
+        stream: torch.cuda.Stream = torch.cuda.Stream(0)  # type: ignore[no-untyped-call]  # torch's
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                given = torch.arange(100.0)
+                with torch.cuda.stream(stream):  # all threads of a fake machine have one
+                    copy, end = sender.send(given, stream)
+                    assert isinstance(end, Future)
+                    event = end.result()
+                torch.cuda.current_stream(0).wait_event(event)
+                assert torch.equal(copy.cpu(), given)
+    assert modes == [True, False]
 
 
 @pytest.mark.gpu
