@@ -210,10 +210,11 @@ def twin_host_step(
             bring(s)
             arrivals.append(s.end_ns)
         launch_s = cluster.devices[d].launch_s
-        if not waits[d]:
-            clock[thread[d]] += round(launch_s * 1e9)
-        step.start_ns[i] = max(clock[thread[d]], free[d], *arrivals)
         costs, kind = nodes[i]["cost_s"], cluster.devices[d].kind
+        if not waits[d]:
+            known = nodes[i]["launch_s"].get(kind if kind in costs else ANY_KIND, launch_s)
+            clock[thread[d]] += round(known * 1e9)
+        step.start_ns[i] = max(clock[thread[d]], free[d], *arrivals)
         cost_s = costs.get(kind, costs.get(ANY_KIND))
         cost_ns = round(float(cost_s + (launch_s if waits[d] else 0.0)) * 1e9)
         free[d] = step.end_ns[i] = step.start_ns[i] + cost_ns

@@ -130,7 +130,7 @@ TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of 
     pair="u4",  # its two devices
 )
 HOST_DEVICE: Final = _table(
-    launch_ns="i8",  # that an op, or a copy that goes on without it, occupies its thread
+    launch_ns="i8",  # that a copy which goes on without it occupies its thread
     staging_bytes_per_s="f8",  # at which its thread writes what is sent beside the ops
     thread="u4",  # that issues the ops of this device
     synchronous="?",  # an op occupies its thread until it ends
@@ -164,6 +164,9 @@ class ProblemArrays(NamedTuple):
     machine: Ints  # (D,) the same number where devices slow each other down, -1 for none
     has_load: bool  # see envs.simulator.kernel.load
     hosts: Table  # (D,) of HOST_DEVICE
+    launch_ns: (
+        Longs  # (N, D) with hosts: that an op occupies its thread, if it does not until its end
+    )
     has_hosts: bool  # see envs.simulator.kernel.host
     autograd: Table  # (N + 1,) of AUTOGRAD, the last row has the optimizer ops; (0,) without it
     once_per_destination: bool

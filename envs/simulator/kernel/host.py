@@ -3,7 +3,7 @@
 The order of issue (:mod:`envs.simulator.kernel.issue`) decides all times, which follow from a
 single sweep: each op finds its start from those it reads.
 
-An op occupies the thread of its device for ``launch_ns``, then waits in the queue of its device: it
+An op occupies the thread of its device for its launch, then waits in the queue of its device: it
 starts when it has been issued, all earlier ops of the device have ended, and its inputs are there.
 On a synchronous device the thread waits until the op has ended, so it is never ahead of the device.
 
@@ -105,7 +105,6 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device.busy_until_ns = 0
         device.previous = -1
         device.opened = -1
-        device.running = 0  # here the number of its ops
         device.work_left_ns = 0
         device.used_bytes = 0
         device.most_bytes = 0
@@ -120,20 +119,16 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         cost = arrays.cost_ns[i, arrays.column[d]]
         if cost == FORBIDDEN:
             return False
-        device = work.devices[d]
-        device.running += 1
+        device, place = work.devices[d], arrays.hosts[d]
         device.work_left_ns += cost
+        work.hosts[place.thread].left_ns += cost if place.synchronous else arrays.launch_ns[i, d]
         if memory != IGNORE_MEMORY:
             op = arrays.ops[i]
             device.used_bytes += op.resident_bytes
             device.most_bytes += op.most_bytes
         work.ops[i].remaining = 0
     for k in range(len(work.devices)):
-        device, place = work.devices[k], arrays.hosts[k]
-        launches_ns = device.running * place.launch_ns
-        work.hosts[place.thread].left_ns += (
-            device.work_left_ns if place.synchronous else launches_ns
-        )
+        device = work.devices[k]
         device.peak_bytes = device.used_bytes
         if memory == STOP_WHEN_FULL and device.used_bytes > arrays.memory_bytes[k]:
             return False
@@ -277,7 +272,8 @@ def _start(
     op = arrays.ops[i]
     cost = arrays.cost_ns[i, arrays.column[d]]
     before_ns = host.clock_ns
-    issued_ns = before_ns + place.launch_ns
+    launch_ns = arrays.launch_ns[i, d]
+    issued_ns = before_ns + launch_ns
     start_ns = max(issued_ns, device.busy_until_ns, arrival_ns)
     end_ns = start_ns + cost
     if end_ns >= HORIZON_NS:
@@ -288,7 +284,7 @@ def _start(
         host.left_ns -= cost
     else:
         at_least = max(at_least, before_ns + host.left_ns)
-        host.left_ns -= place.launch_ns
+        host.left_ns -= launch_ns
     if producer >= 0 and start_ns == arrival_ns:
         work.cause[i] = producer
     elif device.previous >= 0 and start_ns == device.busy_until_ns:

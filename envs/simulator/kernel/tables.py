@@ -62,6 +62,9 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         machine=none if problem.load is None else problem.load.machine.copy(),
         has_load=problem.load is not None,
         hosts=_hosts(problem),
+        launch_ns=np.zeros((0, 0), np.int64)
+        if problem.hosts is None
+        else problem.hosts.op_launch_ns.copy(),
         has_hosts=problem.hosts is not None,
         autograd=_autograd(problem),
         once_per_destination=problem.cluster.once_per_destination,

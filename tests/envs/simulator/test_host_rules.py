@@ -63,6 +63,19 @@ def test_a_second_gpu_gains_nothing_where_launches_take_longest(devices: list[in
     assert schedule.step_ns == 41_000
 
 
+def test_launches_run_ahead_of_a_long_op_and_small_ops_queue_behind_it() -> None:
+    graph = ops({"a": 100.0, "b": 2.0, "c": 2.0, "d": 2.0})
+    for name, launch_us in {"a": 20.0, "b": 30.0, "c": 10.0}.items():
+        graph.nodes[name]["launch_s"] = {"*": launch_us * 1e-6}
+    schedule = run(graph, machine(), [GPU] * 4, [4.0, 3.0, 2.0, 1.0])
+    # Launched at 20, 50, 60 and, by the 10 us of the device, 70, while a runs until 120.
+    assert schedule.start_ns.tolist() == [20_000, 120_000, 122_000, 124_000]
+    last = run(graph, machine(), [GPU] * 4, [1.0, 4.0, 3.0, 2.0])
+    # Each waits for its launch: at 30, 40, 50 and 70.
+    assert last.start_ns.tolist() == [70_000, 30_000, 40_000, 50_000]
+    assert run(graph, machine(), [CPU] * 4, [4.0, 3.0, 2.0, 1.0]).step_ns == 106_000
+
+
 def test_ops_wait_in_the_queue_of_their_device() -> None:
     schedule = run(ops(dict.fromkeys("abc", 50.0)), machine(), [GPU, GPU, OTHER])
     assert schedule.start_ns.tolist() == [10_000, 60_000, 30_000]

@@ -58,6 +58,9 @@ def host_case(seed: int, *, large: bool = False, bad_places: bool = True) -> Cas
         for device in cluster.devices
     )
     cluster = replace(cluster, devices=rated, hosts=hosts)
+    for _, node in graph.nodes(data=True):
+        known = [kind for kind in node["cost_s"] if rng.random() < 0.3]
+        node["launch_s"] = {kind: rng.choice([0.0, 1e-6, 1.37e-5]) for kind in known}
     if rng.random() < 0.6:
         graph, cluster = with_large_tensors(graph, cluster, 1 << rng.randint(11, 17))
     return graph, cluster, devices, priority
@@ -182,6 +185,7 @@ def test_random_cases_cover_hosts() -> None:
             if overlap and one and ends == [True, False]:
                 seen[f"above 1 MiB {size > 1 << 20}, above 64 MiB {size > 64 << 20}"] += 1
         seen["launches"] += bool(threads.launch_ns.any())
+        seen["launches of ops"] += bool((threads.op_launch_ns != threads.launch_ns).any())
     assert min(seen.values()) >= 25, seen
     assert len(seen) >= 4 + 8
 
