@@ -113,6 +113,11 @@ class CudaModule:
     def set_sync_debug_mode(self, mode: str) -> None:
         self._machine.queues.refuses_to_wait = mode == "error"
 
+    def _sleep(self, cycles: int) -> None:
+        """Let the current stream sleep, for as long as the host does not wait for it."""
+        assert cycles > 0
+        self._machine.queues.sleep(self.current_stream())
+
     def synchronize(self, device: Any = None) -> None:
         self._machine.queues.finish_all(self._machine.device(device))
 
@@ -206,6 +211,7 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
         if not name.startswith("_"):
             made = getattr(module, name)
             patch.setattr(torch.cuda, name, _as_class(name, made) if name in CLASSES else made)
+    patch.setattr(torch.cuda, "_sleep", module._sleep)
     patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
     for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
         if hasattr(torch._C, name):  # torch was built with CUDA
