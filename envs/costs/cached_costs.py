@@ -17,6 +17,7 @@ from envs.costs.factor_cache import FactorCache, step_id
 from envs.costs.factors import (
     LARGEST,
     LARGEST_UNPLACED,
+    LAUNCH,
     Factors,
     factors_of_ops,
     fitted_source,
@@ -217,14 +218,16 @@ class MeasuredCosts:
 
     def _fitted(self, costs: OpCosts, factors: Mapping[str, float]) -> OpCosts:
         of_ops = factors_of_ops(self.classes, factors)
-        cost_s, loaded_s = costs.cost_s * of_ops, costs.loaded_s
-        return replace(
-            costs,
+        cost_s, loaded_s, launches_s = costs.cost_s * of_ops, costs.loaded_s, costs.launches_s
+        if loaded_s is not None:
+            loaded_s = scaled_loaded_s(loaded_s * of_ops, cost_s, factors)
+        if launches_s is not None:
+            launches_s = launches_s * factors.get(LAUNCH, 1.0)
+        return OpCosts(
             cost_s=cost_s,
             sources=[fitted_source(source) for source in costs.sources],
-            loaded_s=None
-            if loaded_s is None
-            else scaled_loaded_s(loaded_s * of_ops, cost_s, factors),
+            loaded_s=loaded_s,
+            launches_s=launches_s,
         )
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 from envs.costs import calls, torch_speeds
 from envs.costs.cached_costs import launch_kind, with_op_costs
+from envs.costs.factors import LAUNCH
 from envs.costs.torch_speeds import CallTime, burst_time, call_time, launched
 from envs.hardware.cluster import Device
 from graphs.extract import extract
@@ -146,9 +147,10 @@ def test_costs_of_calls_and_of_their_launches_are_kept_apart(
             measured = costs.costs({gpu.kind: gpu})
         known = costs.known({gpu.kind: gpu})
         assert known is not None
-    for found in (measured, known):
-        launches_s = found[gpu.kind].launches_s
-        assert launches_s is not None
-        np.testing.assert_allclose(launches_s, launch_s)
+        costs.keep_factors({gpu.kind: gpu}, {gpu.kind: {LAUNCH: 1.25}})
+        fitted = costs.known({gpu.kind: gpu})
+        assert fitted is not None
+    for found, factor in ((measured, 1.0), (known, 1.0), (fitted, 1.25)):
+        assert found[gpu.kind].cost_s.tolist() == cost_s.tolist()
         nodes = with_op_costs(graph.graph, found).nodes.values()
-        assert [node["launch_s"] for node in nodes] == [{gpu.kind: s} for s in launch_s]
+        assert [node["launch_s"] for node in nodes] == [{gpu.kind: factor * s} for s in launch_s]
