@@ -129,9 +129,14 @@ def burst_time(
     alone, _ = launched(prepared(), device, count)
     for factor in SLEEP_FACTORS if hasattr(torch.cuda, "_sleep") else ():
         asleep_s = min(factor * count * alone.launch_s + LEAST_SLEEP_S, MOST_SLEEP_S)
-        bursts_ahead = [launched(prepared(), device, count, asleep_s) for _ in range(repeats)]
-        if all(is_ahead for _, is_ahead in bursts_ahead):
-            return _medians([times for times, _ in bursts_ahead])
+        bursts_ahead = []
+        for _ in range(repeats):
+            times, is_ahead = launched(prepared(), device, count, asleep_s)
+            if not is_ahead:
+                break
+            bursts_ahead.append(times)
+        else:
+            return _medians(bursts_ahead)
     return _medians([launched(prepared(), device, count)[0] for _ in range(repeats)])
 
 

@@ -15,7 +15,7 @@ import torch
 from envs.costs import calls, torch_speeds
 from envs.costs.cached_costs import launch_kind, with_op_costs
 from envs.costs.factors import LAUNCH
-from envs.costs.torch_speeds import CallTime, burst_time, call_time, launched
+from envs.costs.torch_speeds import CallTime, burst_time, call_time, launched, seconds_per_call
 from envs.hardware.cluster import Device
 from graphs.extract import extract
 from graphs.extract.placeable import call_graph
@@ -116,6 +116,19 @@ def test_without_sleep_calls_are_timed_as_they_run(
     found = call_time(noted(machine, log), GPU, repeats=2)
     assert set(log) == {"awake"}
     assert min(found) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_on_a_gpu_are_told_from_their_launches() -> None:
+    small, large = torch.ones(64, device=GPU), torch.ones(64 << 20, device=GPU)
+    of_small = call_time(lambda: torch.neg(small), GPU)
+    assert of_small.device_s < 0.8 * of_small.launch_s
+    of_large = call_time(lambda: torch.neg(large), GPU)
+    assert of_large.device_s > 10 * of_large.launch_s
+    assert of_large.launch_s == pytest.approx(of_small.launch_s, rel=1.0)
+    whole_s = seconds_per_call(lambda: torch.neg(large), [GPU])
+    assert of_large.device_s == pytest.approx(whole_s, rel=0.2)
 
 
 def test_launches_of_other_devices_are_unknown() -> None:
