@@ -316,9 +316,9 @@ def written_in_place(overlap: bool, seed: int) -> None:
 @functools.cache
 def extracted_tied() -> Extraction:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    return extract(Workload.of(model, torch.randn(3, 4), training=False))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight  # of which another thread writes what is sent from the host
+    return extract(Workload.of(model, torch.randn(3, 6), training=False))
 
 
 def weights_written_after(overlap: bool, seed: int) -> None:
