@@ -21,8 +21,8 @@ from envs.placement import Placement
 from envs.problem import Problem, toy_problem
 from envs.runtime import backend_named, costed_problem, extraction_for, runtime_for
 from envs.simulator import Simulated
-from graphs.graph import GraphArrays, completed
-from graphs.graph_file import load_graph
+from graphs.graph import GraphArrays
+from graphs.graph_file import completed, load_graph
 
 if TYPE_CHECKING:
     import networkx as nx

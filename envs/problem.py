@@ -9,7 +9,6 @@ compiled code. :func:`toy_problem` is a small problem for defaults, examples and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from envs.compiled import compiled_inline
 from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
 from envs.hardware.discover import split_name
-from envs.hardware.host import Host, is_synchronous
+from envs.hardware.host import is_synchronous
 from envs.hardware.link_tables import LinkTables
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
@@ -46,15 +45,20 @@ class HostThreads:
     """
 
     thread: Ints  # (D,) of every device
-    launch_ns: Longs  # (D,) that an op occupies its thread; 0 on synchronous devices
+    launch_ns: Longs  # (D,) that a copy occupies its thread; 0 on synchronous devices
+    op_launch_ns: Longs  # (N, D) that an op does; 0 on synchronous devices
     synchronous: Bools  # (D,) an op occupies its thread until it ends
     overlap: Bools  # (D,) copies from the device run beside its ops
     staging_bytes_per_s: Floats  # (D,) at which the thread writes what is sent so; may be inf
     autograd: bool
 
     @classmethod
-    def of(cls, hosts: Sequence[Host], devices: Sequence[Device]) -> HostThreads | None:
-        """Return the threads of devices; None without hosts."""
+    def of(cls, graph: GraphArrays, cluster: Cluster) -> HostThreads | None:
+        """Return the threads of devices; None without hosts.
+
+        An op whose launch the graph does not know takes the ``launch_s`` of its device.
+        """
+        hosts, devices = cluster.hosts, cluster.devices
         if not hosts:
             return None
         names = [device.name for device in devices]
@@ -67,12 +71,20 @@ class HostThreads:
             number.setdefault(name, len(number) + len(hosts))
         threads = [number[name] for name in names]
         overlapping = {name for host in hosts if host.overlap for name in host.devices}
-        launch_ns = np.rint(np.array([device.launch_s for device in devices]) * 1e9)
+        launch_ns = each_in_nanoseconds(np.array([device.launch_s for device in devices]))
+        of_ops = [graph.launches_for(device.kind) for device in devices]
+        op_launch_ns = np.column_stack(
+            [
+                np.where(np.isnan(s), ns, each_in_nanoseconds(np.nan_to_num(s)))
+                for s, ns in zip(of_ops, launch_ns, strict=True)
+            ]
+        )
         # an op that copies reads and writes every byte, if the rate of the device is known
         staging = np.nan_to_num([d.bandwidth_bytes_per_s / 2 for d in devices], nan=np.inf)
         return cls(
             thread=np.unique(threads, return_inverse=True)[1].astype(np.int32),
-            launch_ns=np.where(launched, launch_ns, 0).astype(np.int64),
+            launch_ns=np.where(launched, launch_ns, 0),
+            op_launch_ns=frozen(np.where(launched, op_launch_ns, 0)),
             synchronous=~np.array(launched),
             overlap=np.array([name in overlapping for name in names]),
             staging_bytes_per_s=np.where(launched, np.inf, staging),
@@ -179,7 +191,7 @@ class Problem:
     @classmethod
     def of(cls, graph: GraphArrays, cluster: Cluster) -> Problem:
         """Build the problem of placing a graph on a cluster."""
-        hosts = HostThreads.of(cluster.hosts, cluster.devices)
+        hosts = HostThreads.of(graph, cluster)
         allowed, cost_ns = _costs(graph, cluster, hosts)
         links = LinkTables.of(cluster)
         return cls(

@@ -32,13 +32,15 @@ def with_costs(
     costs_s: Mapping[str, NDArray[np.float64]],
     sources: Mapping[str, str | Sequence[str]],
     loaded_s: Mapping[str, NDArray[np.float64]] | None = None,
+    launches_s: Mapping[str, NDArray[np.float64]] | None = None,
 ) -> nx.DiGraph[str]:
     """Return a copy of a graph with the costs of further device kinds, {kind: (N,)} in node order.
 
     Where a cost is nan, the op's costs stay as they were. ``sources`` gives the source of each
     kind's costs, one text for all ops or one per op: the most frequent one becomes that of the
     kind, ops with another carry their own. ``loaded_s`` gives the costs beside busy devices, none
-    below the cost itself, of some of these kinds.
+    below the cost itself, and ``launches_s`` what a thread takes to issue each op, of some of these
+    kinds.
     """
     costed: nx.DiGraph[str] = graph.copy()
     of_kind: dict[str, str] = dict(graph.graph.get("cost_source", {}))
@@ -50,10 +52,14 @@ def with_costs(
                 raise ValueError(
                     f"{count} {what} for kind {kind!r}, but the graph has {len(costed)} ops"
                 )
-        loaded = dict(loaded_s or {}).get(kind, np.full(len(costed), math.nan)).tolist()
+        unknown = np.full(len(costed), math.nan)
+        further_s = {
+            name: dict(by_kind or {}).get(kind, unknown).tolist()
+            for name, by_kind in (("loaded_cost_s", loaded_s), ("launch_s", launches_s))
+        }
         of_kind[kind] = Counter(source_of).most_common(1)[0][0] if source_of else ""
-        rows = zip(costed, seconds.tolist(), loaded, source_of, strict=True)
-        for op_id, cost_s, loaded_cost_s, text in rows:
+        rows = zip(costed, seconds.tolist(), source_of, strict=True)
+        for i, (op_id, cost_s, text) in enumerate(rows):
             known = attributes_of(costed, op_id)
             further = {k: other for k, other in known["cost_source"].items() if k != kind}
             if math.isnan(cost_s):
@@ -62,10 +68,11 @@ def with_costs(
                 further[kind] = text
             costed.nodes[op_id]["cost_s"] = {**known["cost_s"], kind: cost_s}
             costed.nodes[op_id]["cost_source"] = further
-            beside = {k: other for k, other in known["loaded_cost_s"].items() if k != kind}
-            if not math.isnan(loaded_cost_s):
-                beside[kind] = loaded_cost_s
-            costed.nodes[op_id]["loaded_cost_s"] = beside
+            for name, values in further_s.items():
+                beside = {k: s for k, s in costed.nodes[op_id][name].items() if k != kind}
+                costed.nodes[op_id][name] = beside | (
+                    {} if math.isnan(values[i]) else {kind: values[i]}
+                )
     costed.graph["cost_source"] = of_kind
     return costed
 

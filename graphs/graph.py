@@ -69,6 +69,7 @@ class OpAttributes(TypedDict, total=False):
     cost_s: Required[Mapping[str, float]]  # {device kind or "*": seconds}
     cost_source: Annotated[Mapping[str, str], {}]  # {same keys: source}, if not the graph's
     loaded_cost_s: Annotated[Mapping[str, float], {}]  # {same keys: seconds beside busy devices}
+    launch_s: Annotated[Mapping[str, float], {}]  # {same keys: seconds that a thread issues it}
     phase: Annotated[Phase, "forward"]
     module: Annotated[str, ""]  # path of the owning module, "" for the model itself
     flops: Annotated[int, 0]
@@ -93,6 +94,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 """Defaults of all attributes but ``cost_s``, which is required."""
 SIZES: Final = tuple(name for name, kind in ATTRIBUTES.items() if kind is int)
 """The attributes that are counts or bytes, each a column of :class:`GraphArrays`."""
+BY_KIND: Final = ("cost_s", "loaded_cost_s", "launch_s")
+"""The attributes that are seconds by device kind, each with a column for every kind."""
 
 
 def add_op(graph: nx.DiGraph[str], op_id: str, **attributes: Unpack[OpAttributes]) -> None:
@@ -107,7 +110,7 @@ def add_op(graph: nx.DiGraph[str], op_id: str, **attributes: Unpack[OpAttributes
         raise ValueError(f"op {op_id!r}: {fault}")
     node |= {name: int(node[name]) for name in SIZES}
     node["op"] = node["op"] or op_id
-    for name in ("cost_s", "loaded_cost_s"):
+    for name in BY_KIND:
         node[name] = {kind: float(seconds) for kind, seconds in node[name].items()}
     node["cost_source"] = dict(node["cost_source"])
     graph.add_node(op_id, **node)
@@ -134,6 +137,9 @@ def _op_fault(op_id: str, node: Mapping[str, Any]) -> str | None:
     for kind, seconds in node["loaded_cost_s"].items():
         if not node["cost_s"].get(kind, math.inf) <= seconds < math.inf:
             return f"loaded_cost_s[{kind!r}] is {seconds}, not a time >= cost_s[{kind!r}]"
+    for kind, seconds in node["launch_s"].items():
+        if kind not in node["cost_s"] or not 0 <= seconds < math.inf:
+            return f"launch_s[{kind!r}] is {seconds}, not a time >= 0 of a kind with cost_s"
     for kind in node["cost_source"]:
         if kind not in node["cost_s"]:
             return f"cost_source names {kind!r}, which has no cost_s"
@@ -178,22 +184,6 @@ def new_graph(name: str, cost_source: Mapping[str, str] | None = None) -> nx.DiG
     return nx.DiGraph(name=name, cost_source=dict(cost_source or {}))
 
 
-def completed(graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
-    """Return a checked copy of a hand-made graph, with defaults for the attributes it lacks.
-
-    As in graph files, a node needs ``cost_s``, an edge nothing: its ``bytes`` default to the
-    ``output_bytes`` of its source. What breaks the schema is a ValueError.
-    """
-    whole = new_graph(str(graph.graph.get("name", "")), graph.graph.get("cost_source"))
-    for op_id, node in graph.nodes(data=True):
-        add_op(whole, op_id, **node)
-    for source, target, edge in graph.edges(data=True):
-        if unknown := edge.keys() - {"bytes"}:
-            raise ValueError(f"edge {source!r} -> {target!r}: unknown attribute {min(unknown)!r}")
-        add_edge(whole, source, target, edge.get("bytes"))
-    return whole
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphArrays:
     """A graph as flat, read-only arrays: N ops, E edges, C co-location groups.
@@ -231,6 +221,7 @@ class GraphArrays:
     predecessor_edge: NDArray[np.int32]
     topological: NDArray[np.int32]
     loaded_cost_s: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # as cost_s
+    launch_s: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # as cost_s
 
     def __len__(self) -> int:
         """Return the number of ops."""
@@ -279,7 +270,7 @@ class GraphArrays:
             }
 
         sizes: dict[str, Any] = {n: column((node[n] for node in nodes), np.int64) for n in SIZES}
-        sizes |= {name: by_kind(name) for name in ("cost_s", "loaded_cost_s")}
+        sizes |= {name: by_kind(name) for name in BY_KIND}
         return cls(
             name=name,
             hash=graph_hash(graph),
@@ -305,10 +296,19 @@ class GraphArrays:
 
     def loaded_costs_for(self, kind: str) -> NDArray[np.float64]:
         """Return the seconds of every op beside busy devices, (N,); nan where they are unknown."""
+        return self._beside_cost(self.loaded_cost_s, kind)
+
+    def launches_for(self, kind: str) -> NDArray[np.float64]:
+        """Return the seconds in which a thread issues every op, (N,); nan where unknown."""
+        return self._beside_cost(self.launch_s, kind)
+
+    def _beside_cost(
+        self, seconds: Mapping[str, NDArray[np.float64]], kind: str
+    ) -> NDArray[np.float64]:
+        """Return what belongs to the costs that :meth:`costs_for` takes: of the kind, or of any."""
         unknown = np.full(len(self), math.nan)
         named = ~np.isnan(self.cost_s.get(kind, unknown))
-        loaded_s = (self.loaded_cost_s.get(key, unknown) for key in (kind, ANY_KIND))
-        return np.where(named, *loaded_s)
+        return np.where(named, *(seconds.get(key, unknown) for key in (kind, ANY_KIND)))
 
 
 def graph_hash(graph: nx.DiGraph[str]) -> str:

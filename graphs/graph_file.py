@@ -44,6 +44,22 @@ _NODE_KEYS: Final = frozenset(ATTRIBUTES) | {"id"}
 _EDGE_KEYS: Final = frozenset({"source", "target", "bytes"})
 
 
+def completed(graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
+    """Return a checked copy of a hand-made graph, with defaults for the attributes it lacks.
+
+    As in graph files, a node needs ``cost_s``, an edge nothing: its ``bytes`` default to the
+    ``output_bytes`` of its source. What breaks the schema is a ValueError.
+    """
+    whole = new_graph(str(graph.graph.get("name", "")), graph.graph.get("cost_source"))
+    for op_id, node in graph.nodes(data=True):
+        add_op(whole, op_id, **node)
+    for source, target, edge in graph.edges(data=True):
+        if unknown := edge.keys() - {"bytes"}:
+            raise ValueError(f"edge {source!r} -> {target!r}: unknown attribute {min(unknown)!r}")
+        add_edge(whole, source, target, edge.get("bytes"))
+    return whole
+
+
 def load_graph(path: Path) -> nx.DiGraph[str]:
     """Read a graph file."""
     return load_checked(path, graph_from_dict)

@@ -21,7 +21,7 @@ from envs.hardware.discover import is_here, physical_cores
 from envs.hardware.units import parse_bytes
 from envs.replication import Replication
 from graphs.extract import AUTO
-from graphs.graph import completed
+from graphs.graph_file import completed
 from graphs.selection import ConstraintError, keep_together, pin
 from graphs.text import suggestion
 from placer.policies import GENERALIST, load

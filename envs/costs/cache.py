@@ -67,7 +67,7 @@ TABLES: Final = (
 )
 FACTORS: Final = "factor"  # table of :mod:`envs.costs.factor_cache`, made when it is needed
 OVERSIZE: Final = "oversize"  # that of :mod:`envs.costs.oversize_cache`
-MEANING: Final = 3  # version of what a time means
+MEANING: Final = 4  # version of what a time means
 EVERY_FILE: Final = "op-costs-*.sqlite*"
 Result = TypeVar("Result")
 

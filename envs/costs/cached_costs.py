@@ -17,6 +17,7 @@ from envs.costs.factor_cache import FactorCache, step_id
 from envs.costs.factors import (
     LARGEST,
     LARGEST_UNPLACED,
+    LAUNCH,
     Factors,
     factors_of_ops,
     fitted_source,
@@ -34,12 +35,14 @@ from graphs.costs import with_costs
 class OpCosts:
     """Seconds of every op on one kind of device, (N,), and the source of each.
 
-    ``loaded_s`` are those while the other devices of the machine compute, none below ``cost_s``.
+    ``loaded_s`` are those while the other devices of the machine compute, none below ``cost_s``,
+    ``launches_s`` those in which a thread issues the ops, nan where unknown.
     """
 
     cost_s: NDArray[np.float64]
     sources: Sequence[str]
     loaded_s: NDArray[np.float64] | None = None
+    launches_s: NDArray[np.float64] | None = None
 
     @classmethod
     def of_one_source(cls, cost_s: NDArray[np.float64], source: str) -> OpCosts:
@@ -72,7 +75,8 @@ class MeasuredCosts:
     launch overhead of its device, which the costs themselves exclude. Cached costs are multiplied
     by the factors of the ops' ``classes`` (N,) that were fitted to measured steps; those of the
     ``unplaced`` model are its own. Of the kinds in ``at_once``, {kind: number of devices},
-    ``profile`` also returns the seconds while so many devices compute, see :func:`loaded_kind`.
+    ``profile`` also returns the seconds while so many devices compute, see :func:`loaded_kind`, and
+    where launches are known those of launches, see :func:`launch_kind`.
     ``free_bytes`` returns the free memory of a device, or None: where it is known, ops that did not
     fit are cached, too, and are profiled again once there is more of it.
     """
@@ -106,23 +110,31 @@ class MeasuredCosts:
         profiled = self.profile(missing)
         for kind in [kind for kind in profiled if kind in devices]:
             device, count = devices[kind], self.at_once.get(kind, 1)
-            cost_s = self._stored(device, 1, profiled[kind], today)
+            overhead_s = self._overhead_s(device)
+            cost_s = self._stored(conditions_of(device), profiled[kind], overhead_s, today)
             self._store_oversize(device, cost_s, room[device.name])
             source = f"measured {today}{self.method}"
             costs[kind] = OpCosts.of_one_source(cost_s, source)
             if count > 1:
-                loaded_s = self._stored(device, count, profiled[loaded_kind(kind, count)], today)
+                times_s = profiled[loaded_kind(kind, count)]
+                loaded_s = self._stored(conditions_of(device, count), times_s, overhead_s, today)
                 costs[kind] = replace(costs[kind], loaded_s=np.maximum(loaded_s, cost_s))
+            if (launches_s := profiled.get(launch_kind(kind))) is not None:
+                launches_s = self._stored(_launches_of(device), launches_s, 0.0, today)
+                costs[kind] = replace(costs[kind], launches_s=launches_s)
         return costs
 
     def _stored(
-        self, device: Device, count: int, times_s: NDArray[np.float64], today: str
+        self,
+        conditions: Conditions,
+        times_s: NDArray[np.float64],
+        overhead_s: float,
+        today: str,
     ) -> NDArray[np.float64]:
-        """Return the medians of a profile, whose session is stored in the cache."""
+        """Return the medians of a profile, whose session with overhead is stored in the cache."""
         runs_s = np.atleast_2d(times_s)
         if self.signatures is not None:
-            session = session_of(runs_s + self._overhead_s(device), self.signatures, today)
-            conditions = conditions_of(device, count)
+            session = session_of(runs_s + overhead_s, self.signatures, today)
             CostCache().store(conditions, session)
             FactorCache().forget_factors(conditions, self._step)
         return np.asarray(np.median(runs_s, axis=0), np.float64)
@@ -155,6 +167,7 @@ class MeasuredCosts:
                 continue
             if count > 1:
                 costs = replace(costs, loaded_s=np.maximum(loaded.cost_s, costs.cost_s))
+            costs = replace(costs, launches_s=self._known_launches(device))
             factors = FactorCache().factors(conditions_of(device), self._step)
             cached[kind] = self._fitted(costs, factors) if factors else costs
         return cached
@@ -175,6 +188,17 @@ class MeasuredCosts:
             sources=[f"cached, measured {op.measured}{self.method}" for op in ops],
         )
 
+    def _known_launches(self, device: Device) -> NDArray[np.float64] | None:
+        """Return the cached seconds of launches, (N,), nan where there are none; None without any.
+
+        They are stored with the costs, so they are known where these are.
+        """
+        known = CostCache().known(_launches_of(device), self.signatures or ())
+        if not known:
+            return None
+        no_launch = KnownCost(cost_s=np.nan, measured="")
+        return np.array([known.get(name, no_launch).cost_s for name in self.signatures or ()])
+
     def _are_oversize(self, device: Device, signatures: Collection[str]) -> bool:
         """Return whether none of these ops fitted when as much memory was free as now."""
         free_bytes = self._free_bytes(device)
@@ -194,13 +218,16 @@ class MeasuredCosts:
 
     def _fitted(self, costs: OpCosts, factors: Mapping[str, float]) -> OpCosts:
         of_ops = factors_of_ops(self.classes, factors)
-        cost_s, loaded_s = costs.cost_s * of_ops, costs.loaded_s
+        cost_s, loaded_s, launches_s = costs.cost_s * of_ops, costs.loaded_s, costs.launches_s
+        if loaded_s is not None:
+            loaded_s = scaled_loaded_s(loaded_s * of_ops, cost_s, factors)
+        if launches_s is not None:
+            launches_s = launches_s * factors.get(LAUNCH, 1.0)
         return OpCosts(
             cost_s=cost_s,
             sources=[fitted_source(source) for source in costs.sources],
-            loaded_s=None
-            if loaded_s is None
-            else scaled_loaded_s(loaded_s * of_ops, cost_s, factors),
+            loaded_s=loaded_s,
+            launches_s=launches_s,
         )
 
     @property
@@ -223,12 +250,23 @@ def with_op_costs(graph: nx.DiGraph[str], costs: Mapping[str, OpCosts]) -> nx.Di
         {kind: known.cost_s for kind, known in costs.items()},
         {kind: known.sources for kind, known in costs.items()},
         {kind: known.loaded_s for kind, known in costs.items() if known.loaded_s is not None},
+        {kind: known.launches_s for kind, known in costs.items() if known.launches_s is not None},
     )
 
 
 def loaded_kind(kind: str, count: int) -> str:
     """Return the name in profiles and in the cache for a kind while ``count`` devices compute."""
     return kind if count == 1 else f"{kind}, {count} at once"
+
+
+def launch_kind(kind: str) -> str:
+    """Return the name in profiles and in the cache for launches on a kind of device."""
+    return f"{kind}, launches"
+
+
+def _launches_of(device: Device) -> Conditions:
+    conditions = conditions_of(device)
+    return replace(conditions, kind=launch_kind(conditions.kind))
 
 
 def conditions_of(device: Device, count: int = 1) -> Conditions:

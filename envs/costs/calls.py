@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,11 +28,19 @@ from numpy.typing import NDArray
 from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves
 
-from envs.costs.cached_costs import MeasuredCosts, first_of_kinds
+from envs.costs.cached_costs import MeasuredCosts, first_of_kinds, launch_kind
 from envs.costs.call_inputs import CallInputs, bound, in_turn, leaves, turns, walk
 from envs.costs.factors import classes_of
 from envs.costs.ops import node_signatures
-from envs.costs.torch_speeds import REPEATS, burst, calls_per_burst, seconds_per_call
+from envs.costs.torch_speeds import (
+    LEAST_CALL_S,
+    REPEATS,
+    CallTime,
+    burst,
+    burst_time,
+    call_time,
+    calls_per_burst,
+)
 from envs.executors.torch.updates import fused_update, updated_together
 from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
@@ -50,8 +57,10 @@ HELD_SHARE: Final = 0.5
 MOST_BACKWARDS: Final = 50
 LONG_S: Final = 0.05
 FEWEST_REPEATS: Final = 3
-CallTimes: TypeAlias = tuple[float, float]
-"""Seconds of a call on one device, forward and backward; nan where its tensors do not fit."""
+CallTimes: TypeAlias = tuple[CallTime, CallTime]
+"""Times of a call on one device, forward and backward; nan where its tensors do not fit."""
+NONE: Final = CallTime(0.0, 0.0)
+NO_ROOM: Final = CallTime(math.nan, math.nan)
 
 
 def call_costs(
@@ -86,10 +95,12 @@ def profile_calls(
 ) -> dict[str, NDArray[np.float64]]:
     """Measure the seconds of every node of a call graph, {device kind: (M,)}.
 
-    A call costs the longer of its time on the device and its launch time, see
-    :func:`envs.costs.torch_speeds.seconds_per_call`. The launch cost of the device, which is added
-    to every node of a problem, is subtracted. A node that does not fit on the device costs nan: in
-    all its free memory, since limits are for placed steps. Accumulating gradients is not counted.
+    On a CUDA device a call costs what it takes behind others, and there are also the seconds of
+    launches, {launch kind: (M,)}, see :func:`envs.costs.torch_speeds.burst_time`. On other
+    devices it costs the longer of its time on the device and its launch time. The launch cost of
+    the device, which is added to every node of a problem, is subtracted. A node that does not fit
+    on the device costs nan: in all its free memory, since limits are for placed steps. Accumulating
+    gradients is not counted.
     """
     first_of = first_of_kinds(devices)
     profilers = {
@@ -112,10 +123,14 @@ def profile_calls(
             kind: _update_costs(extraction, calls, profiler.device)
             for kind, profiler in profilers.items()
         }
-    return {
-        kind: _by_node(calls, backwards, of_calls, updates[kind], first_of[kind].launch_s)
-        for kind, of_calls in costs.items()
-    }
+    profiled: dict[str, NDArray[np.float64]] = {}
+    for kind, of_calls in costs.items():
+        device_s, launch_s = _by_node(calls, backwards, of_calls, updates[kind])
+        # nan stays nan
+        profiled[kind] = np.fmax(device_s - first_of[kind].launch_s, 0.0) + 0.0 * device_s
+        if profilers[kind].device.type == "cuda":
+            profiled[launch_kind(kind)] = np.fmax(launch_s, LEAST_CALL_S) + 0.0 * launch_s
+    return profiled
 
 
 def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
@@ -132,17 +147,17 @@ def _by_node(
     calls: CallGraph,
     backwards: Mapping[str, int],
     costs: Mapping[str, CallTimes],
-    updates: Mapping[int, float],
-    launch_s: float,
+    updates: Mapping[int, CallTime],
 ) -> NDArray[np.float64]:
-    cost_s = np.zeros(len(calls.graph))
-    for key, (forward_s, backward_s) in costs.items():
-        cost_s[calls.node_of_call[key]] += forward_s
+    """Return the seconds of every node on the device and of its launches, (2, M)."""
+    seconds = np.zeros((2, len(calls.graph)))
+    for key, (forward, backward) in costs.items():
+        seconds[:, calls.node_of_call[key]] += forward
         if key in backwards:
-            cost_s[backwards[key]] += backward_s
-    for node, seconds in updates.items():
-        cost_s[node] += seconds
-    return np.asarray(np.fmax(cost_s - launch_s, 0.0) + 0.0 * cost_s)  # nan stays nan
+            seconds[:, backwards[key]] += backward
+    for node, update in updates.items():
+        seconds[:, node] += update
+    return seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +174,7 @@ class _Profiler:
             with timed_within_bounds(inputs.call.key, self.device):
                 cost = self._unless_too_large(inputs, MOST_BACKWARDS)
                 cost = cost or self._unless_too_large(inputs, 1)
-            self.known[signature] = cost or (math.nan, math.nan)
+            self.known[signature] = cost or (NO_ROOM, NO_ROOM)
         return self.known[signature]
 
     def _unless_too_large(self, inputs: CallInputs, most: int) -> CallTimes | None:
@@ -177,46 +192,51 @@ class _Profiler:
         ]
         # a leaf cannot be written
         with torch.set_grad_enabled(bool(inputs.gradients) and not inputs.written):
-            forward_s = self._seconds(in_turn(works))
+            forward = self._time(in_turn(works))
         del works
         if not inputs.gradients:
-            return forward_s, 0.0
+            return forward, NONE
         values_read = turns(here, inputs.call.reads, cache_bytes)
-        return forward_s, self._backward_s(inputs, values_read, most)
+        return forward, self._backward(inputs, values_read, most)
 
-    def _seconds(self, work: Callable[[], object]) -> float:
+    def _time(self, work: Callable[[], object]) -> CallTime:
         with self._autocast():
             once = burst(work, [self.device], 1)
             repeats = REPEATS if once < LONG_S else FEWEST_REPEATS
-            return seconds_per_call(work, [self.device], repeats=repeats)
+            return call_time(work, self.device, repeats=repeats)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return autocast(self.dtype, [self.device.type], keeps_casts=False)
 
-    def _backward_s(
+    def _backward(
         self, inputs: CallInputs, values: Sequence[Mapping[int, torch.Tensor]], most: int
-    ) -> float:
-        """Return the median seconds of a pass in a burst of at most ``most``, 0 without one.
+    ) -> CallTime:
+        """Return the median times of a pass in a burst of at most ``most``, 0 without one.
 
         Passes read the ``values`` of the call in turn.
         """
         here = itertools.cycle(values)
-        if self._backward_burst(inputs, here, 1) is None:
-            return 0.0
-        alone_s = self._backward_burst(inputs, here, 1) or 0.0
+        first = self._pull(inputs, here, 1)
+        if first is None:
+            return NONE
+        burst(first, [self.device], 1)
+        del first
+        alone_s = burst(self._pull(inputs, here, 1) or _nothing, [self.device], 1)
         count = min(calls_per_burst(alone_s), most)
         if count > 1:
             free = torch_devices.free_bytes(self.device)
             room = HELD_SHARE * (available_memory_bytes() if free is None else free)
             count = max(min(count, int(room / self._held_bytes(inputs, values[0]))), 1)
         repeats = REPEATS if alone_s < LONG_S else FEWEST_REPEATS
-        bursts = [self._backward_burst(inputs, here, count) or 0.0 for _ in range(repeats)]
-        return float(np.median(bursts)) / count
+        times = burst_time(
+            lambda: self._pull(inputs, here, count) or _nothing, self.device, 1, repeats=repeats
+        )
+        return CallTime(times.device_s / count, times.launch_s / count)
 
-    def _backward_burst(
+    def _pull(
         self, inputs: CallInputs, here: Iterator[Mapping[int, torch.Tensor]], count: int
-    ) -> float | None:
-        """Return the seconds of ``count`` backward passes that autograd runs in one call.
+    ) -> Callable[[], object] | None:
+        """Return ``count`` backward passes that autograd runs in one call.
 
         Each has its own leaves, so that no gradients are added up. None where no output of the call
         depends on a value that needs a gradient.
@@ -227,8 +247,7 @@ class _Profiler:
         if not outputs:
             return None
         grads = [torch.ones_like(output) for output in outputs]
-        pull = partial(torch.autograd.grad, outputs, ends, grads, allow_unused=True)
-        return burst(pull, [self.device], 1)
+        return partial(torch.autograd.grad, outputs, ends, grads, allow_unused=True)
 
     def _differentiable(
         self, inputs: CallInputs, here: Mapping[int, torch.Tensor]
@@ -252,6 +271,10 @@ class _Profiler:
         return max(of_ends + sum(size for key, size in made.items() if key not in read), 1)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _kept_in(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a hook that keeps the tensors that autograd saves."""
 
@@ -264,8 +287,8 @@ def _kept_in(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tens
 
 def _update_costs(
     extraction: Extraction, calls: CallGraph, device: torch.device
-) -> dict[int, float]:
-    """Return the seconds of the updates of each call graph node; nan if memory does not suffice.
+) -> dict[int, CallTime]:
+    """Return the times of the updates of each call graph node; nan if memory does not suffice.
 
     Groups of parameters with equal shapes, strides and dtypes are timed once.
     """
@@ -274,24 +297,25 @@ def _update_costs(
         return {}
     state = extraction.step.named_state()
     node_of = {id(state[n]): calls.node_of[op] for op, n in extraction.program.updates().items()}
-    known: dict[object, float] = {}
-    update_s: defaultdict[int, float] = defaultdict(float)
+    known: dict[object, CallTime] = {}
+    updates: dict[int, CallTime] = {}
     for together in updated_together(extraction):
         parameters = [state[name] for name in together.names]
         form = tuple((tuple(p.shape), p.stride(), p.dtype) for p in parameters)
         if form not in known:
             with timed_within_bounds(f"an update by {optimizer.kind}", device):
                 work = partial(_timed_update, optimizer, parameters, device)
-                seconds = unless_out_of_memory(work, device)
-            known[form] = math.nan if seconds is None else seconds
-        update_s[int(node_of[id(parameters[0])])] += known[form]
-    return dict(update_s)
+                known[form] = unless_out_of_memory(work, device) or NO_ROOM
+        node = int(node_of[id(parameters[0])])
+        device_s, launch_s = updates.get(node, NONE)
+        updates[node] = CallTime(device_s + known[form].device_s, launch_s + known[form].launch_s)
+    return updates
 
 
 def _timed_update(
     optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device
-) -> float:
-    """Return the seconds of an update: of gradients just written, and of state that was not."""
+) -> CallTime:
+    """Return the times of an update: of gradients just written, and of state that was not."""
     here = [torch.zeros_like(p, device=device).detach() for p in parameters]
     gradients = [torch.zeros_like(p) for p in here]
     counts = [torch.ones((), device=device) for _ in here]
@@ -304,4 +328,4 @@ def _timed_update(
     for state in turns(kept, kept.keys(), torch_devices.cache_bytes(device)):
         of_each = [[t for (i, _), t in state.items() if i == k] for k in range(len(here))]
         works.append(partial(fused_update, optimizer, 0.0, here, gradients, of_each, counts))
-    return seconds_per_call(in_turn(works), [device])
+    return call_time(in_turn(works), device)

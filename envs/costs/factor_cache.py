@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from envs.costs.cache import FACTORS, Conditions, CostCache
-from envs.costs.factors import CLASSES, LOAD
+from envs.costs.factors import CLASSES, LAUNCH, LOAD
 
 TABLE: Final = f"""CREATE TABLE IF NOT EXISTS {FACTORS} (
     kind TEXT NOT NULL,
@@ -41,7 +41,9 @@ class FactorCache(CostCache):
         return {
             name: factor
             for name, factor in rows or ()
-            if name in (*CLASSES, LOAD) and isinstance(factor, float) and 0.0 < factor < math.inf
+            if name in (*CLASSES, LOAD, LAUNCH)
+            and isinstance(factor, float)
+            and 0.0 < factor < math.inf
         }
 
     def scale_factors(

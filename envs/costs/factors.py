@@ -6,7 +6,7 @@ handful of measured placements tells such factors apart only roughly, so their l
 normal prior around 0 (D. J. C. MacKay, "Bayesian interpolation", Neural Computation 4 (3), 1992):
 one deviation that all classes of a device kind share, and a smaller one of each class. Costs
 while other devices compute have one more factor, since a placement on several devices also waits
-where their ops take longer than usual.
+where their ops take longer than usual. So have launches, which occupy the thread of a host.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PATTERNS: Final = {
 CLASSES: Final = (*PATTERNS, OTHER)
 LOAD: Final = "load"
 """The further factor of costs while other devices of the machine compute, of all classes."""
+LAUNCH: Final = "launch"
+"""The factor of the launches of ops, of all classes."""
 COMMON_DEVIATION: Final = 0.3
 OWN_DEVIATION: Final = 0.1
 NOISE: Final = 0.02
@@ -102,9 +104,9 @@ def scaled_loaded_s(
 
 
 def unplaced_factors(predicted_s: float, measured_s: float) -> dict[str, float]:
-    """Return the factors of the unplaced model: measured over predicted, for all classes."""
+    """Return the factors of the unplaced model: measured over predicted, for everything."""
     factor = min(max(measured_s / predicted_s, 1.0 / LARGEST_UNPLACED), LARGEST_UNPLACED)
-    return dict.fromkeys(CLASSES, factor)
+    return dict.fromkeys((*CLASSES, LAUNCH), factor)
 
 
 def fitted_source(source: str) -> str:

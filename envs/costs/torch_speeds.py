@@ -25,6 +25,15 @@ from envs.hardware.torch_devices import CPU, matmul_precision, synchronize, torc
 BURST_S: Final = 2e-3
 MOST_CALLS: Final = 1000
 REPEATS: Final = 5
+MOST_QUEUED: Final = 50
+"""Calls that are launched ahead: a CUDA device queues about 1000 kernels before launches wait."""
+SLEEP_FACTORS: Final = (3, 20)
+"""How many times as long as the launches before a device sleeps; again, if that was too short."""
+LEAST_SLEEP_S: Final = 2e-4
+MOST_SLEEP_S: Final = 0.5
+MOST_CYCLES_PER_S: Final = 2.5e9
+"""Clock of a GPU at most, which counts its sleep."""
+LEAST_CALL_S: Final = 1e-9
 
 
 def seconds_per_call(
@@ -79,6 +88,89 @@ def _burst_by_events(work: Callable[[], object], device: torch.device, count: in
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+class CallTime(NamedTuple):
+    """Seconds of a call: that it occupies its device, and that its thread takes to launch it."""
+
+    device_s: float
+    launch_s: float  # nan if the device has no launches
+
+
+def call_time(
+    work: Callable[[], object], device: torch.device, *, repeats: int = REPEATS
+) -> CallTime:
+    """Return the median times of a call among others, see :func:`burst_time`.
+
+    The first call is not counted, as in :func:`seconds_per_call`.
+    """
+    burst(work, [device], 1)
+    count = calls_per_burst(burst(work, [device], 1))
+    return burst_time(lambda: work, device, count, repeats=repeats)
+
+
+def burst_time(
+    prepared: Callable[[], Callable[[], object]],
+    device: torch.device,
+    count: int,
+    *,
+    repeats: int = REPEATS,
+) -> CallTime:
+    """Return the median times of a call in a burst of ``count``; each burst has its own work.
+
+    A CUDA device sleeps until all are launched, and then runs them without gaps: so launches do not
+    count on the device, and the launching thread never waits. Where that fails, as for a call that
+    waits for the device, and on other devices, a call takes the longer of both times.
+    """
+    if device.type != "cuda":
+        bursts = [burst(prepared(), [device], count) for _ in range(repeats)]
+        return CallTime(float(np.median(bursts)) / count, math.nan)
+    count = min(count, MOST_QUEUED)
+    alone, _ = launched(prepared(), device, count)
+    for factor in SLEEP_FACTORS if hasattr(torch.cuda, "_sleep") else ():
+        asleep_s = min(factor * count * alone.launch_s + LEAST_SLEEP_S, MOST_SLEEP_S)
+        bursts_ahead = []
+        for _ in range(repeats):
+            times, is_ahead = launched(prepared(), device, count, asleep_s)
+            if not is_ahead:
+                break
+            bursts_ahead.append(times)
+        else:
+            return _medians(bursts_ahead)
+    return _medians([launched(prepared(), device, count)[0] for _ in range(repeats)])
+
+
+def _medians(times: Sequence[CallTime]) -> CallTime:
+    """Return the median of each; no call takes no time."""
+    return CallTime(
+        *(max(float(np.median(each)), LEAST_CALL_S) for each in zip(*times, strict=True))
+    )
+
+
+def launched(
+    work: Callable[[], object], device: torch.device, count: int, asleep_s: float = 0.0
+) -> tuple[CallTime, bool]:
+    """Return the times of each of ``count`` calls on a CUDA device that sleeps first.
+
+    Also return whether it slept until all were launched. Without sleep the device waits for the
+    launch of each.
+    """
+    event: Any = torch.cuda.Event  # untyped in torch
+    synchronize(device)
+    with torch.cuda.device(device):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        if asleep_s:
+            torch.cuda._sleep(math.ceil(asleep_s * MOST_CYCLES_PER_S))  # type: ignore[no-untyped-call]  # torch's
+        start.record()
+        began_s = time.perf_counter()
+        for _ in range(count):
+            work()
+        launching_s = time.perf_counter() - began_s
+        end.record()
+        is_ahead = asleep_s > 0.0 and not start.query()
+        end.synchronize()
+    device_s = float(start.elapsed_time(end)) / 1e3
+    return CallTime(device_s / count, launching_s / count), is_ahead
 
 
 SHORTEST_S: Final = 1e-6

@@ -12,9 +12,11 @@ from envs.hardware.core_sets import is_core_set
 from graphs.text import suggestion
 
 STAGING_BYTES: Final = 64 << 20
-"""Page-locked memory through which a thread sends what the CPU made to its GPUs."""
+"""Page-locked memory through which what the CPU made is sent to the GPUs of its thread."""
 STAGING_PARTS: Final = 4
 """Least number of pieces that fill it, so that one is written while others are sent."""
+SMALL_BYTES: Final = 1 << 20
+"""Size up to which the thread that sends a tensor writes it itself instead of another thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

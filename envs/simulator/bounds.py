@@ -53,7 +53,7 @@ def thread_pace_ns(problem: Problem) -> int:
     if hosts is None:
         return 0
     never = np.iinfo(np.int64).max
-    issuing_ns = np.where(hosts.synchronous, problem.cost_ns, hosts.launch_ns)
+    issuing_ns = np.where(hosts.synchronous, problem.cost_ns, hosts.op_launch_ns)
     issuing_ns = np.where(problem.allowed, issuing_ns, never)
     of_thread = [
         issuing_ns[:, hosts.thread == thread].min(axis=1)

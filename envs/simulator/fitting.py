@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from envs.costs.factors import (
     CLASSES,
+    LAUNCH,
     LOAD,
     Factors,
     class_of,
@@ -37,13 +38,16 @@ def fitted_factors(
     """Return the factors of a problem's costs that explain the measured steps of placements best.
 
     The factor of a class acts on the time that its ops take on the critical path of each step, that
-    of the load on what part of it other devices compute. Kinds of devices on no such path get none.
+    of the load on what part of it other devices compute, that of launches on the time in which the
+    path waits for these. Kinds of devices on no such path get none.
     """
     kinds = sorted({device.kind for device in problem.cluster.devices})
     classes = [(kind, name) for kind in kinds for name in CLASSES]
     if problem.load is not None:
         classes += [(kind, LOAD) for kind in kinds]
-    independent = [f"{kind}, {name}" if name == LOAD else kind for kind, name in classes]
+    if has_launches := problem.hosts is not None and bool(problem.graph.launch_s):
+        classes += [(kind, LAUNCH) for kind in kinds]
+    independent = [kind if name in CLASSES else f"{kind}, {name}" for kind, name in classes]
     columns = _columns(problem, classes)
     kind_of = np.array([kinds.index(device.kind) for device in problem.cluster.devices])
     launch_ns = np.array([device.launch_s * 1e9 for device in problem.cluster.devices])
@@ -68,6 +72,9 @@ def fitted_factors(
                 under_load_ns = _under_load_ns(current, schedule)[chain]
                 of_kind = len(kinds) * len(CLASSES) + kind_of[where]
                 of_class += np.bincount(of_kind, under_load_ns, len(classes))
+            if has_launches:
+                of_kind = len(classes) - len(kinds) + kind_of
+                of_class += np.bincount(of_kind, _launching_ns(current, schedule), len(classes))
             whole_ns = schedule.step_ns + problem.graph.hand_over_s * 1e9
             shares.append(of_class / whole_ns)
             error.append(np.log(step_s * 1e9 / whole_ns))
@@ -110,13 +117,17 @@ def scaled_problem(problem: Problem, factors: Factors) -> Problem:
     graph = problem.graph
     classes = [class_of(op) for op in graph.ops]
     cost_s, loaded_s = dict(graph.cost_s), dict(graph.loaded_cost_s)
+    launch_s = dict(graph.launch_s)
     for kind, of_kind in factors.items():
         of_ops = factors_of_ops(classes, of_kind)
+        if graph.launch_s:
+            launch_s[kind] = frozen(graph.launches_for(kind) * of_kind.get(LAUNCH, 1.0))
         cost_s[kind] = frozen(graph.costs_for(kind) * of_ops)
         if graph.loaded_cost_s:
             scaled_s = graph.loaded_costs_for(kind) * of_ops
             loaded_s[kind] = frozen(scaled_loaded_s(scaled_s, cost_s[kind], of_kind))
-    return Problem.of(replace(graph, cost_s=cost_s, loaded_cost_s=loaded_s), problem.cluster)
+    scaled = replace(graph, cost_s=cost_s, loaded_cost_s=loaded_s, launch_s=launch_s)
+    return Problem.of(scaled, problem.cluster)
 
 
 def grouped_problem(groups: Coarsened, problem: Problem) -> Problem:
@@ -129,6 +140,7 @@ def grouped_problem(groups: Coarsened, problem: Problem) -> Problem:
         return frozen(np.where(changed, sums, known))
 
     cost_s, loaded_s = dict(coarse.cost_s), dict(coarse.loaded_cost_s)
+    launch_s = dict(coarse.launch_s)
     for kind in {device.kind for device in problem.cluster.devices}:
         alone_s = ops.costs_for(kind)
         cost_s[kind] = summed(coarse.costs_for(kind), alone_s)
@@ -136,7 +148,10 @@ def grouped_problem(groups: Coarsened, problem: Problem) -> Problem:
             beside_s = ops.loaded_costs_for(kind)
             beside_s = np.where(np.isnan(beside_s), alone_s, beside_s)
             loaded_s[kind] = summed(coarse.loaded_costs_for(kind), beside_s)
-    return Problem.of(replace(coarse, cost_s=cost_s, loaded_cost_s=loaded_s), problem.cluster)
+        if coarse.launch_s:
+            launch_s[kind] = summed(coarse.launches_for(kind), ops.launches_for(kind))
+    summed_up = replace(coarse, cost_s=cost_s, loaded_cost_s=loaded_s, launch_s=launch_s)
+    return Problem.of(summed_up, problem.cluster)
 
 
 def _under_load_ns(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
@@ -145,6 +160,32 @@ def _under_load_ns(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
     ops, where = np.arange(problem.op_count), schedule.devices
     loaded_ns = problem.cost_ns[ops, where] + problem.load.extra_ns[ops, where]
     return load_shares(problem, schedule) * loaded_ns
+
+
+def _launching_ns(problem: Problem, schedule: Schedule) -> NDArray[np.float64]:
+    """Return the time that launches for each device take on the critical path, (D,).
+
+    They fill the path between two ops if the first is not one that the second reads on another
+    device: then a copy does.
+    """
+    hosts, issued, devices = problem.hosts, schedule.issued, schedule.devices
+    assert hosts is not None, "launches occupy the threads of hosts"
+    assert issued is not None, "hosts issue ops in an order"
+    position = np.argsort(issued)
+    launch_ns = hosts.op_launch_ns[np.arange(problem.op_count), devices]
+    graph, found = problem.graph, np.zeros(problem.device_count)
+    first, since_ns, before = 0, 0, -1
+    for i in schedule.critical_chain():
+        waits_ns = int(schedule.start_ns[i]) - since_ns
+        read = graph.predecessors[graph.predecessor_start[i] : graph.predecessor_start[i + 1]]
+        is_copied = before in read and devices[before] != devices[i]
+        if waits_ns > 0 and not is_copied:
+            between = issued[first : position[i] + 1]
+            own = between[hosts.thread[devices[between]] == hosts.thread[devices[i]]]
+            by_device = np.bincount(devices[own], launch_ns[own], len(found))
+            found += by_device * min(1.0, waits_ns / max(by_device.sum(), 1.0))
+        first, since_ns, before = int(position[i]) + 1, int(schedule.end_ns[i]), i
+    return found
 
 
 def _columns(problem: Problem, classes: list[tuple[str, str]]) -> NDArray[np.int64]:

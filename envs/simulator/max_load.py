@@ -94,7 +94,7 @@ def _with_launches(problem: Problem) -> Longs:
     """Return the costs of all ops with their launches, also those on the thread of a host."""
     if problem.hosts is None:
         return problem.cost_ns.copy()
-    return problem.cost_ns + np.where(problem.allowed, problem.hosts.launch_ns, 0)
+    return problem.cost_ns + np.where(problem.allowed, problem.hosts.op_launch_ns, 0)
 
 
 def loads_for(arrays: LoadArrays) -> Loads:

@@ -80,7 +80,10 @@ class Pipeline:
         copied = self._graph()
         cost_ns = base.cost_ns[self.origin]
         cost_ns[self.is_gate] = 0
-        load = base.load
+        load, hosts = base.load, base.hosts
+        if hosts is not None:
+            op_launch_ns = np.where(self.is_gate[:, None], 0, hosts.op_launch_ns[self.origin])
+            hosts = replace(hosts, autograd=False, op_launch_ns=frozen(op_launch_ns))
         if load is not None:
             extra_ns = np.where(self.is_gate[:, None], 0, load.extra_ns[self.origin])
             load = replace(load, extra_ns=frozen(extra_ns))
@@ -91,7 +94,7 @@ class Pipeline:
             allowed=frozen(base.allowed[self.origin]),
             held_bytes=frozen(held_bytes_of(copied)),
             load=load,
-            hosts=None if base.hosts is None else replace(base.hosts, autograd=False),
+            hosts=hosts,
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:

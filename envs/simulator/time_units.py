@@ -70,6 +70,7 @@ def in_units(problem: Problem, unit_ns: int, *, round_down: bool = False) -> Pro
         else replace(
             hosts,
             launch_ns=counted(hosts.launch_ns),
+            op_launch_ns=counted(hosts.op_launch_ns),
             staging_bytes_per_s=hosts.staging_bytes_per_s * unit_ns,
         ),
         load=None

@@ -213,10 +213,9 @@ def _check_workers(extraction: Extraction, calls: CallGraph | None) -> None:
 def _without_issued_launches(cluster: Cluster) -> Cluster:
     """Return the cluster without the launches that occupy the thread of a host.
 
-    Times of calls in a row are the longer of launch and work, so a device of a host is occupied for
-    the whole of it: the launch of the next call is made meanwhile. That is too long for kernels
-    shorter than their launches that queue behind others; ``launch_s`` alone would be too short for
-    calls of several kernels, of whose launches nothing is known.
+    Times of calls on them are those of their kernels, and their launches have times of their own.
+    Where these could not be told apart, a call occupies its device for the longer of both: the
+    launch of the next call is made meanwhile.
     """
     issued = {name for host in cluster.hosts for name in host.devices}
     devices = tuple(

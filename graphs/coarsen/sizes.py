@@ -33,6 +33,7 @@ class GroupSizes:
     workspace_bytes: list[int]
     cost_s: list[dict[str, float]]
     loaded_cost_s: list[dict[str, float]]
+    launch_s: list[dict[str, float]]
     edges: Mapping[tuple[int, int], int]
 
     @classmethod
@@ -50,6 +51,7 @@ class GroupSizes:
             workspace_bytes=_workspace(graph, internal, running, starts),
             cost_s=costs,
             loaded_cost_s=_loaded_costs(graph, running, starts, costs),
+            launch_s=_launches(graph, running, starts, costs),
             edges=_edges(graph, group_of),
         )
 
@@ -58,6 +60,7 @@ class GroupSizes:
         return {
             "cost_s": self.cost_s[group],
             "loaded_cost_s": self.loaded_cost_s[group],
+            "launch_s": self.launch_s[group],
             "output_bytes": self.output_bytes[group],
             "workspace_bytes": self.workspace_bytes[group],
             **{name: column[group] for name, column in self.sums.items()},
@@ -132,6 +135,25 @@ def _loaded_costs(
                 total_s = math.fsum(values[bounds[g] : bounds[g + 1]])
                 loaded[g][kind] = max(total_s, costs[g][kind])
     return loaded
+
+
+def _launches(
+    graph: GraphArrays,
+    running: NDArray[np.int64],
+    starts: NDArray[np.intp],
+    costs: list[dict[str, float]],
+) -> list[dict[str, float]]:
+    """Return the seconds that issuing all ops of a group takes, by kind where all are known."""
+    bounds = [*starts.tolist(), len(running)]
+    launches: list[dict[str, float]] = [{} for _ in starts]
+    for kind in graph.launch_s:
+        launch_s = graph.launches_for(kind)[running]
+        known = ~np.maximum.reduceat(np.isnan(launch_s), starts)
+        values = launch_s.tolist()
+        for g in np.flatnonzero(known).tolist():
+            if kind in costs[g]:
+                launches[g][kind] = math.fsum(values[bounds[g] : bounds[g + 1]])
+    return launches
 
 
 def _edges(graph: GraphArrays, group_of: NDArray[np.int64]) -> dict[tuple[int, int], int]:

@@ -56,6 +56,7 @@ def _add_backward_op(graph: nx.DiGraph[str], forward: nx.DiGraph[str], op_id: st
         own_id,
         cost_s={kind: 2.0 * seconds for kind, seconds in node["cost_s"].items()},
         loaded_cost_s={kind: 2.0 * seconds for kind, seconds in node["loaded_cost_s"].items()},
+        launch_s=node["launch_s"],
         cost_source=node["cost_source"],
         op=f"{node['op']}_backward",
         phase="backward",

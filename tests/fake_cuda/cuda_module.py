@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from envs.executors.torch import streams as product_streams
-from envs.executors.torch.staging import Staging
+from envs.executors.torch.staging import HostSender
 from tests.fake_cuda import streams
 from tests.fake_cuda.streams import Event
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 CACHE_BYTES: Final = 1 << 16
+SMALL_BYTES: Final = 1 << 6  # tests send tensors below and above
 CLASSES: Final = ("Event", "Stream", "device")
 
 
@@ -111,6 +112,11 @@ class CudaModule:
 
     def set_sync_debug_mode(self, mode: str) -> None:
         self._machine.queues.refuses_to_wait = mode == "error"
+
+    def _sleep(self, cycles: int) -> None:
+        """Let the current stream sleep, for as long as the host does not wait for it."""
+        assert cycles > 0
+        self._machine.queues.sleep(self.current_stream())
 
     def synchronize(self, device: Any = None) -> None:
         self._machine.queues.finish_all(self._machine.device(device))
@@ -205,6 +211,7 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
         if not name.startswith("_"):
             made = getattr(module, name)
             patch.setattr(torch.cuda, name, _as_class(name, made) if name in CLASSES else made)
+    patch.setattr(torch.cuda, "_sleep", module._sleep)
     patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
     for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
         if hasattr(torch._C, name):  # torch was built with CUDA
@@ -212,4 +219,5 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     # its streams and page-locked memory are those of the machine
     uncached = product_streams._stream.__wrapped__
     patch.setattr(product_streams, "_stream", functools.cache(uncached))
-    patch.setattr(product_streams, "_STAGING", Staging())
+    sender = HostSender(small_bytes=SMALL_BYTES, thread=machine.thread)
+    patch.setattr(product_streams, "_HOST_SENDER", sender)

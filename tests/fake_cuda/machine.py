@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.fake_cuda import cuda_module
 from tests.fake_cuda.copies import Copier, Moved
+from tests.fake_cuda.late_thread import LateThread
 from tests.fake_cuda.memory import GARBAGE, Allocator
 from tests.fake_cuda.streams import Queues, Stream, plainly
 from tests.fake_cuda.tensors import (
@@ -49,6 +50,7 @@ class Machine:
     def __init__(self, devices: int, seed: int, memory_bytes: int) -> None:
         self.devices = [torch.device("cuda", index) for index in range(devices)]
         self.queues = Queues(seed)
+        self.thread = LateThread(seed)  # that writes what is sent from the host
         self.allocators = [Allocator(self.queues, d, memory_bytes) for d in self.devices]
         self.current = [self.queues.new_stream(device) for device in self.devices]
         self.default = list(self.current)

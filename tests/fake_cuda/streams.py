@@ -39,6 +39,7 @@ class Mark:
 class _Work:
     run: Callable[[], object] | None
     after: Mark | None
+    sleeps: bool = False
 
 
 class Stream:
@@ -65,6 +66,11 @@ class Stream:
         return bool(self.pending) and (
             self.pending[0].after is None or self.pending[0].after.is_done
         )
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether only a host that waits wakes the stream up."""
+        return bool(self.pending) and self.pending[0].sleeps
 
     def wait_event(self, event: Event) -> None:
         if event.mark is not None and event.mark.stream is not self:
@@ -148,6 +154,11 @@ class Queues:
         stream.pending.append(_Work(run, after))
         self._run_early()
 
+    def sleep(self, stream: Stream) -> None:
+        """Let a stream do nothing until the host waits for it."""
+        self.check()
+        stream.pending.append(_Work(None, None, sleeps=True))
+
     def finish(self, mark: Mark) -> None:
         """Let the host wait."""
         if self.refuses_to_wait:
@@ -162,7 +173,7 @@ class Queues:
 
     def pass_time(self) -> None:
         """Run one piece of work: a host that looks again and again sees streams go on."""
-        ready = [stream for stream in self.streams if stream.is_ready]
+        ready = [s for s in self.streams if s.is_ready and not s.is_asleep]
         if ready and not self.error and not self._runs:
             self._run(self._random.choice(ready))
         self.check()
@@ -176,7 +187,7 @@ class Queues:
 
     def _run_early(self) -> None:
         while not self.error and not self._runs:
-            ready = [s for s in self.streams if s.is_ready]
+            ready = [s for s in self.streams if s.is_ready and not s.is_asleep]
             early = [s for s in ready if self._random.random() < self._pace[s]]
             if not early:
                 return
@@ -199,7 +210,7 @@ class Queues:
         self._runs = True  # memory that is freed meanwhile issues work, which must not run now
         try:
             if work.run is not None:
-                with plainly():
+                with plainly(), torch.inference_mode():  # which may write to tensors of any mode
                     work.run()
         except IndexError as error:
             self.error = f"device-side assert triggered ({error})"

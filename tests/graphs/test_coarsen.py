@@ -344,6 +344,18 @@ def test_loaded_costs_of_a_group_are_the_sum_of_those_of_its_ops() -> None:
     assert costs == [({"x": 6.0}, {"x": 7.0}), ({"x": 2.0}, {})]
 
 
+def test_launches_of_a_group_are_the_sum_where_all_are_known() -> None:
+    graph = new_graph("chain")
+    for name in "abc":
+        add_op(graph, name, cost_s={"x": 2.0, "*": 1.0}, launch_s={"x": 0.5}, phase="forward")
+    add_op(graph, "alone", cost_s={"x": 2.0})
+    graph.nodes["a"]["launch_s"] |= {"*": 3.0}
+    add_edge(graph, "a", "b")
+    add_edge(graph, "b", "c")
+    coarse = coarsen(graph, least_cost_s=4.0).graph
+    assert [node["launch_s"] for node in coarse.nodes.values()] == [{"x": 1.5}, {}]
+
+
 def test_groups_say_where_costs_come_from_that_are_not_those_of_their_kind() -> None:
     graph = line(4)
     graph.graph["cost_source"] = {"*": "measured"}

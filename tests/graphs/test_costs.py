@@ -120,6 +120,14 @@ def test_new_costs_replace_the_loaded_costs_of_their_kind() -> None:
     assert with_costs(graph, costs_s, {"x": ""}).nodes["a"]["loaded_cost_s"] == {"*": 9.0}
 
 
+def test_launches_come_with_costs_and_do_not_scale_with_the_batch() -> None:
+    costs_s, launches_s = {"x": np.ones(3)}, {"x": np.array([1.5, np.nan, 4.0])}
+    graph = with_costs(three_ops(), costs_s, {"x": ""}, launches_s=launches_s)
+    assert [graph.nodes[name]["launch_s"] for name in "abc"] == [{"x": 1.5}, {}, {"x": 4.0}]
+    assert with_part_of_batch(graph, 3).nodes["a"]["launch_s"] == {"x": 1.5}
+    assert with_costs(graph, costs_s, {"x": ""}).nodes["a"]["launch_s"] == {}
+
+
 def test_loaded_costs_scale_with_the_batch() -> None:
     graph = three_ops()
     graph.nodes["a"]["loaded_cost_s"] = {"*": 9.0}

@@ -17,12 +17,11 @@ from graphs.graph import (
     add_edge,
     add_op,
     attributes_of,
-    completed,
     graph_hash,
     new_graph,
     topological_order,
 )
-from graphs.graph_file import graph_to_dict
+from graphs.graph_file import completed, graph_to_dict
 
 
 def diamond() -> nx.DiGraph[str]:
@@ -145,6 +144,15 @@ def test_loaded_costs_are_those_of_the_kind_that_the_cost_is_from() -> None:
     np.testing.assert_array_equal(arrays.loaded_costs_for("cpu"), [2.5, 3.5, 2.0, np.nan])
 
 
+def test_launches_are_those_of_the_kind_that_the_cost_is_from() -> None:
+    graph = new_graph("launches")
+    add_op(graph, "both", cost_s={"cuda": 1.0, "*": 2.0}, launch_s={"cuda": 0.1, "*": 0.2})
+    add_op(graph, "only of any", cost_s={"cuda": 1.0, "*": 2.0}, launch_s={"*": 0.2})
+    arrays = GraphArrays.from_graph(graph)
+    np.testing.assert_array_equal(arrays.launches_for("cuda"), [0.1, np.nan])
+    np.testing.assert_array_equal(arrays.launches_for("cpu"), [0.2, 0.2])
+
+
 def test_hash_leaves_out_costs_names_and_the_order_of_edges() -> None:
     graph, other = diamond(), diamond()
     other.graph["name"] = "renamed"
@@ -250,6 +258,12 @@ def test_hand_made_graph_that_breaks_the_schema_is_not_completed(
             {"cost_s": {"cpu": 2.0}, "loaded_cost_s": {"cpu": 1.0}},
             r"op 'x': loaded_cost_s\['cpu'\] is 1.0, not a time >= cost_s\['cpu'\]",
         ),
+        (
+            "x",
+            {"launch_s": {"gpu": 1.0}},
+            r"op 'x': launch_s\['gpu'\] is 1.0, not a time >= 0 of a",
+        ),
+        ("x", {"launch_s": {"*": -1.0}}, r"op 'x': launch_s\['\*'\] is -1.0, not a time >= 0"),
         ("x", {"module": "\x1b"}, r"op 'x': module is '\\x1b', which cannot be printed"),
         ("x", {"devices": ()}, "op 'x': the list of allowed devices is empty"),
     ],

@@ -113,6 +113,8 @@ def twin_host_step(
             for k in range(len(names))]  # fmt: skip
     step.peak_bytes = list(used)
     clock: dict[object, int] = dict.fromkeys(thread.values(), 0)
+    written: dict[object, int] = dict.fromkeys(thread.values(), 0)  # by its other thread
+    awaited: dict[int, int] = {}  # by sending: until then the thread of its readers waits
     free = [0] * len(names)
     port_free: dict[object, int] = {}
     carrier: dict[tuple[int, int], Sending] = {}
@@ -134,18 +136,54 @@ def twin_host_step(
         rate = cluster.devices[s.source].bandwidth_bytes_per_s / 2
         return 0 if math.isnan(rate) else taking_ns(size / rate)
 
-    def send_staged(s: Sending, made_ns: int) -> None:
-        """Write pieces of 16 MiB of at most 64 MiB of page-locked memory; a thread's own GPUs."""
+    def send_staged(s: Sending) -> None:
+        """Write what goes to GPUs of the same thread: pieces of 16 MiB of at most 64 MiB."""
         link, own = _link(cluster, names, s.source, s.destination), thread[s.source]
         assert link is not None
-        begin, is_ring = clock[own], own == thread[s.destination]
-        first = min(s.size, 16 << 20) if is_ring else s.size
-        clock[own] = begin + written_ns(s, s.size)
-        last_piece_waits = clock[own] - taking_ns((s.size - first) / link.bandwidth_bytes_per_s)
-        send(s, max(begin + written_ns(s, first), last_piece_waits, made_ns))
-        if is_ring and s.size > 64 << 20:
+        if s.size <= 1 << 20:  # too small for the other thread
+            clock[own] += written_ns(s, s.size)
+            send(s, clock[own])
+            return
+        begin, first = max(clock[own], written[own]), min(s.size, 16 << 20)
+        written[own] = begin + written_ns(s, s.size)
+        last_piece_waits = written[own] - taking_ns((s.size - first) / link.bandwidth_bytes_per_s)
+        send(s, max(begin + written_ns(s, first), last_piece_waits))
+        if s.size > 64 << 20:
             rest_ns = taking_ns((64 << 20) / link.bandwidth_bytes_per_s)
-            clock[own] = max(clock[own], s.end_ns - rest_ns)
+            written[own] = max(written[own], s.end_ns - rest_ns)
+        awaited[id(s)] = written[own]
+
+    def send_beside(s: Sending) -> None:
+        """Send to another device while ops go on; readers of other threads wait for the end."""
+        own, from_host = thread[s.source], waits[s.source] and not waits[s.destination]
+        if own != thread[s.destination] and from_host:
+            clock[own] += written_ns(s, s.size)
+            awaited[id(s)] = clock[own]  # sent by the thread of its first reader
+            return
+        clock[own] += issue_ns(s)
+        if from_host:
+            send_staged(s)
+            return
+        send(s, max(clock[own], step.end_ns[s.producer]))
+        if own != thread[s.destination]:
+            awaited[id(s)] = s.end_ns
+
+    def bring(s: Sending) -> None:
+        """Let the thread of a reader wait for what has not come by itself, or send it."""
+        d, own = s.destination, thread[s.destination]
+        clock[own] = max(clock[own], awaited.get(id(s), 0))
+        if s.start_ns >= 0:
+            return
+        is_in_line = id(s) not in awaited
+        is_waited_for = is_in_line and (waits[s.source] or waits[d])
+        if not is_waited_for:
+            clock[own] += issue_ns(s)
+        send(s, max(clock[own], free[d], free[s.source] if is_in_line else 0))
+        free[d] = s.end_ns
+        if is_in_line:
+            free[s.source] = s.end_ns
+        if is_waited_for:
+            clock[own] = s.end_ns
 
     def drop(u: int, user: object) -> None:
         output_users[u].discard(user)
@@ -169,20 +207,14 @@ def twin_host_step(
             if devices[u] == d:
                 continue
             s = carrier[u, i]
-            if s.start_ns < 0:  # a copy in line
-                is_waited_for = waits[s.source] or waits[d]
-                if not is_waited_for:
-                    clock[thread[d]] += issue_ns(s)
-                send(s, max(clock[thread[d]], free[s.source], free[d]))
-                free[s.source] = free[d] = s.end_ns
-                if is_waited_for:
-                    clock[thread[d]] = s.end_ns
+            bring(s)
             arrivals.append(s.end_ns)
         launch_s = cluster.devices[d].launch_s
-        if not waits[d]:
-            clock[thread[d]] += round(launch_s * 1e9)
-        step.start_ns[i] = max(clock[thread[d]], free[d], *arrivals)
         costs, kind = nodes[i]["cost_s"], cluster.devices[d].kind
+        if not waits[d]:
+            known = nodes[i]["launch_s"].get(kind if kind in costs else ANY_KIND, launch_s)
+            clock[thread[d]] += round(known * 1e9)
+        step.start_ns[i] = max(clock[thread[d]], free[d], *arrivals)
         cost_s = costs.get(kind, costs.get(ANY_KIND))
         cost_ns = round(float(cost_s + (launch_s if waits[d] else 0.0)) * 1e9)
         free[d] = step.end_ns[i] = step.start_ns[i] + cost_ns
@@ -206,10 +238,6 @@ def twin_host_step(
             copy_users[id(s)] = set(s.consumers)
             carrier.update({(i, v): s for v in s.consumers})
         for s in sendings if overlaps[d] else ():
-            clock[thread[d]] += issue_ns(s)
-            if waits[s.source] and not waits[s.destination]:
-                send_staged(s, step.end_ns[i])
-            else:
-                send(s, max(clock[thread[d]], step.end_ns[i]))
+            send_beside(s)
     step.step_ns = max(step.end_ns.values(), default=0)
     return step

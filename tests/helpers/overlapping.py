@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from envs.executors.torch import streams
 from envs.executors.torch.placed_module import PlacedModule
-from envs.executors.torch.staging import Staging
+from envs.executors.torch.staging import HostSender
 from envs.executors.torch.streams import arrived, sending
 from envs.measured import TimedStep
 from envs.torch_runtime import executor
@@ -140,25 +140,61 @@ def leaves_compute_alone(way: str, seed: int) -> None:
             if device != CPU:
                 busy(device)
                 torch.cuda.current_stream(device).synchronize()
-        assert any(stream.pending for stream in side), "the copy is still to come"
+        waits = any(stream.pending for stream in side)
+        assert waits or not machine.thread.is_idle, "the copy is still to come"
         assert [stream.done for stream in side] == before
         assert_equal(arrived(sent), expected_there())
 
 
-def sent_through_little_memory(dense: bool, seed: int) -> None:
-    """Staging is written again and again, and tensors are larger than it or than a part of it."""
-    with fake_cuda(2, seed=seed), pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(streams, "_STAGING", Staging(1 << 10))
-        for size in (SIZE // 8, SIZE, 5 * SIZE, 20 * SIZE):
+def sent_through_little_memory(dense: bool, small: bool, seed: int) -> None:
+    """Buffers are written again and again, and tensors are larger than one or than a part of it.
+
+    A small tensor may be written at once, a large one when its reader has been launched.
+    """
+    with fake_cuda(2, seed=seed) as machine, pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        sender = HostSender(1 << 10, 64 * SIZE if small else 0, machine.thread)
+        patch.setattr(streams, "_HOST_SENDER", sender)
+        for size in (SIZE // 8, SIZE, *(() if small else (5 * SIZE, 20 * SIZE))):
             given = torch.arange(2.0 * size).reshape(-1, 8)
             sent = []
             for number, device in enumerate((FIRST, OTHER, FIRST)):
                 made = (given + number) if dense else (given + number).t()[::2]
-                sent.append((sending(made, device), made.clone()))
-                made.zero_()
+                sent.append((sending(made, device), made, made.clone()))
+                if small:
+                    made.zero_()
                 busy(device)
-            for each, expected in sent:
-                assert_equal(arrived(each) + 1, expected + 1)
+            for each, made, expected in sent:
+                read = arrived(each) + 1
+                made.zero_()
+                assert_equal(read, expected + 1)
+
+
+def gradients_that_others_hold(seed: int) -> None:
+    """A gradient on its way to a GPU is also that of a tensor of the host, which may add to it."""
+    for order in (1, -1):
+        with fake_cuda(1, seed=seed):
+            leaf, made = made_on(FIRST)
+            there = arrived(sending(made, CPU))
+            here = torch.ones(SIZE, requires_grad=True)
+            total = sum([there, here, here.view(8, -1).view(SIZE)][::order])
+            torch.autograd.backward((total * torch.arange(float(SIZE))).sum())
+            assert here.grad is not None
+            here.grad.add_(5.0)
+            assert leaf.grad is not None
+            plain = torch.arange(float(SIZE)).requires_grad_()
+            torch.autograd.backward((((plain * 2).sin() + 1) * plain.detach()).sum())
+            assert plain.grad is not None
+            assert_equal(leaf.grad, plain.grad)
+
+
+def without_autograd_and_with(seed: int) -> None:
+    """What inference mode sent first can be written again outside it, and the other way round."""
+    with fake_cuda(1, seed=seed):
+        for inference in (True, False, True):
+            for size in (SIZE // 8, SIZE):
+                with torch.inference_mode(inference):
+                    given = torch.arange(float(size))
+                    assert_equal(arrived(sending(given, FIRST)) + 1, given + 1)
 
 
 # --- whole steps
@@ -280,9 +316,9 @@ def written_in_place(overlap: bool, seed: int) -> None:
 @functools.cache
 def extracted_tied() -> Extraction:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    return extract(Workload.of(model, torch.randn(3, 4), training=False))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight  # of which another thread writes what is sent from the host
+    return extract(Workload.of(model, torch.randn(3, 6), training=False))
 
 
 def weights_written_after(overlap: bool, seed: int) -> None:
@@ -327,16 +363,19 @@ def reduced_by_another_thread(seed: int) -> None:
 
 SCENARIOS: Final[dict[str, Callable[[int], None]]] = {
     "reduced by another thread": reduced_by_another_thread,
+    "gradients that others hold": gradients_that_others_hold,
+    "without autograd and with": without_autograd_and_with,
     **{
         f"{work.__name__} {way}": partial(work, way)
         for work in (sent_without_gradient, sent_twice, sent_with_gradient, leaves_compute_alone)
         for way in WAYS
     },
     **{
-        f"little memory, {'dense' if dense else 'parts'}": partial(
-            sent_through_little_memory, dense
+        f"little memory, {'dense' if dense else 'parts'}{', small' * small}": partial(
+            sent_through_little_memory, dense, small
         )
         for dense in (True, False)
+        for small in (True, False)
     },
     **{f"input pinned {pinned}": partial(input_arrives, pinned) for pinned in (False, True)},
     **{

@@ -23,10 +23,10 @@ FOLDERS: Final = ("envs/executors", "envs/torch_runtime", "placer/parallel")
 CALLS: Final = frozenset(
     {
         *("wait_event", "wait_stream", "record_event", "record_stream", "synchronize"),
-        *("_wait", "enter_context"),
+        *("_wait", "result", "enter_context"),
     }
 )
-"""Names of functions and methods; of contexts only those of a stream count."""
+"""Names of functions and methods, those of a future too; of contexts only those of a stream."""
 GUARDS: Final = ("_may_overlap", "_is_stable")
 """Functions that say whether a copy needs no wait: they always do."""
 MARKS: Final = ("stream(", "Stream(", "non_blocking", "torch_devices.synchronize")

@@ -2,19 +2,21 @@
 
 With CUDA a copy runs on a stream of its own. It starts as soon as its tensor is made, and only its
 reader waits for it: a stream by an event, the CPU until the event has happened. Copies from the
-host go through page-locked memory, which is limited. The gradient comes back the same way. Between
-other devices a copy is a plain one.
+host go through page-locked memory, which is limited; a thread of its own writes what is large
+there, and the thread that launches its reader waits until that is done. The gradient comes back the
+same way. Between other devices a copy is a plain one.
 
 Memory that one stream allocates and another uses is marked (``record_stream``), so that it is not
 reused meanwhile. Between two accelerators torch copies on the current stream of the source, and
 makes it and the current stream of the destination wait for each other; so the destination, too, has
 a stream of its own for that. A tensor that is written in place must not be sent this way: the write
-would not wait for the copy.
+would not wait for the copy. Gradients are not: what else holds one finds that it is not alone.
 """
 
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,17 +24,17 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import once_differentiable
 
-from envs.executors.torch.staging import Staging
+from envs.executors.torch.staging import CopyEnd, HostSender
 
-_STAGING: Final = Staging()
+_HOST_SENDER: Final = HostSender()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A copy in flight; ``event`` is None if it has already arrived."""
+    """A copy in flight; ``end`` is None if it has already arrived."""
 
     copy: torch.Tensor
-    event: torch.cuda.Event | None
+    end: CopyEnd | None
 
 
 def sending(tensor: torch.Tensor, destination: torch.device) -> Sent:
@@ -42,15 +44,15 @@ def sending(tensor: torch.Tensor, destination: torch.device) -> Sent:
     trip = _Trip(tensor.device, destination)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return Sent(*trip.out(tensor))
-    if tensor.device.type == "cpu":
-        tensor = _Awaited.apply(tensor, trip)  # type: ignore[no-untyped-call]  # torch leaves it so
-    # torch leaves this call untyped.
-    return Sent(_Carried.apply(tensor, trip), trip.event)  # type: ignore[no-untyped-call]
+    # torch leaves these calls untyped
+    tensor = _Awaited.apply(tensor, trip)  # type: ignore[no-untyped-call]
+    return Sent(_Carried.apply(tensor, trip), trip.end)  # type: ignore[no-untyped-call]
 
 
 def arrived(sent: Sent) -> torch.Tensor:
     """Return the copy, for calls that are launched from here on."""
-    _wait(sent.event, sent.copy.device)
+    device = sent.copy.device
+    _wait(sent.end, torch.cuda.current_stream(device) if device.type == "cuda" else None)
     return sent.copy
 
 
@@ -60,24 +62,24 @@ class _Trip:
     def __init__(self, source: torch.device, destination: torch.device) -> None:
         self.source = source
         self.destination = destination
-        self.event: torch.cuda.Event | None = None  # of the copy that was started last
-        self.reader = torch.cuda.current_stream(source) if source.type == "cuda" else None
+        self.end: CopyEnd | None = None  # of the copy that was started last
+        self._reader = torch.cuda.current_stream(source) if source.type == "cuda" else None
 
-    def out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        copy, self.event = _copied(tensor, self.destination)
+    def out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, CopyEnd]:
+        copy, self.end = _copied(tensor, self.destination)
         if copy.is_cuda:
             copy.record_stream(torch.cuda.current_stream(self.destination))
-        return copy, self.event
+        return copy, self.end
 
     def back(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Start the copy of the gradient; a stream that reads it waits, the CPU does not yet."""
-        copy, self.event = _copied(gradient, self.source)
-        if self.reader is not None:
-            # Earlier than needed: other work of the source waits, too. Waiting where the gradient
-            # is read would take a node like _Awaited; to be tried on a GPU.
-            self.reader.wait_event(self.event)
-            copy.record_stream(self.reader)
+        """Start the copy of the gradient."""
+        copy, self.end = _copied(gradient, self.source)
+        if self._reader is not None:
+            copy.record_stream(self._reader)
         return copy
+
+    def await_gradient(self) -> None:
+        _wait(self.end, self._reader)
 
 
 class _Carried(torch.autograd.Function):
@@ -95,9 +97,10 @@ class _Carried(torch.autograd.Function):
 
 
 class _Awaited(torch.autograd.Function):
-    """Identity on a tensor of the host; backward waits for its gradient to come back.
+    """Identity; backward waits for the gradient to come back.
 
-    Backward of its copy runs in the thread of an accelerator, which must not wait.
+    It runs in the thread of the tensor's device, backward of the copy in that of the other one,
+    which goes on.
     """
 
     @staticmethod
@@ -108,38 +111,46 @@ class _Awaited(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _wait(ctx.trip.event, ctx.trip.source)
+        ctx.trip.await_gradient()
         return gradient, None
 
 
-def _copied(
-    tensor: torch.Tensor, destination: torch.device
-) -> tuple[torch.Tensor, torch.cuda.Event]:
+def _copied(tensor: torch.Tensor, destination: torch.device) -> tuple[torch.Tensor, CopyEnd]:
     """Copy a tensor on a separate stream once it is made; return the copy and its end."""
-    from_host = tensor.device.type == "cpu"
-    stream = _stream(destination, "from host") if from_host else _stream(tensor.device, "away")
-    if not from_host:
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    if tensor.device.type == "cpu":
+        return _copied_from_host(tensor, destination)
+    stream = _stream(tensor.device, "away")
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
     last = stream
     with ExitStack() as current:
-        if not from_host and destination.type == "cuda":
+        if destination.type == "cuda":
             last = _stream(destination, "from others")  # waits for the other, may go on after it
             current.enter_context(torch.cuda.stream(last))
         current.enter_context(torch.cuda.stream(stream))
-        if from_host and not tensor.is_pinned():
-            copy = _STAGING.send(tensor, stream)
-        else:
-            copy = tensor.to(destination, non_blocking=True)
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
+        copy = tensor.to(destination, non_blocking=True)
+    tensor.record_stream(stream)
     return copy, last.record_event()
 
 
-def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
+def _copied_from_host(
+    tensor: torch.Tensor, destination: torch.device
+) -> tuple[torch.Tensor, CopyEnd]:
+    stream = _stream(destination, "from host")
+    with ExitStack() as current:
+        current.enter_context(torch.cuda.stream(stream))
+        if not tensor.is_pinned():
+            return _HOST_SENDER.send(tensor, stream)
+        copy = tensor.to(destination, non_blocking=True)
+    return copy, stream.record_event()
+
+
+def _wait(end: CopyEnd | None, reader: torch.cuda.Stream | None) -> None:
+    """Let a stream wait for the end of a copy, or the CPU if there is no reader."""
+    event = end.result() if isinstance(end, Future) else end
     if event is None:
         return
-    if reader.type == "cuda":
-        torch.cuda.current_stream(reader).wait_event(event)
+    if reader is not None:
+        reader.wait_event(event)
     else:
         event.synchronize()
 

@@ -130,7 +130,7 @@ TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of 
     pair="u4",  # its two devices
 )
 HOST_DEVICE: Final = _table(
-    launch_ns="i8",  # that an op, or a copy that goes on without it, occupies its thread
+    launch_ns="i8",  # that a copy which goes on without it occupies its thread
     staging_bytes_per_s="f8",  # at which its thread writes what is sent beside the ops
     thread="u4",  # that issues the ops of this device
     synchronous="?",  # an op occupies its thread until it ends
@@ -143,6 +143,7 @@ AUTOGRAD: Final = _table(
 )
 HOST_STATE: Final = _table(  # by thread
     clock_ns="i8",  # until then it is occupied
+    written_ns="i8",  # until then its second thread is, which writes what is sent from the CPU
     left_ns="i8",  # that ops still to be issued will occupy it
     blocked_by="i4",  # op that it waited for last, or -1
 )
@@ -163,6 +164,9 @@ class ProblemArrays(NamedTuple):
     machine: Ints  # (D,) the same number where devices slow each other down, -1 for none
     has_load: bool  # see envs.simulator.kernel.load
     hosts: Table  # (D,) of HOST_DEVICE
+    launch_ns: (
+        Longs  # (N, D) with hosts: that an op occupies its thread, if it does not until its end
+    )
     has_hosts: bool  # see envs.simulator.kernel.host
     autograd: Table  # (N + 1,) of AUTOGRAD, the last row has the optimizer ops; (0,) without it
     once_per_destination: bool
@@ -210,6 +214,7 @@ class Workspace(NamedTuple):
     ready_later: Longs  # express: (N + 1,) heap of when ops become ready
     received_bytes: Longs  # express: (N,) received for every op until it ends
     hosts: Table  # (D,) of HOST_STATE
+    awaited_ns: Longs  # (E,) with hosts: until then the thread of its reader waits; -1: for nothing
     issued: Indices  # (N,) with hosts: ops in the order of issue; N first if not known
     backward: Indices  # with autograd: backward ops by rank
     rests: Longs  # (2,) see envs.simulator.kernel.step

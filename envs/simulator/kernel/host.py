@@ -3,7 +3,7 @@
 The order of issue (:mod:`envs.simulator.kernel.issue`) decides all times, which follow from a
 single sweep: each op finds its start from those it reads.
 
-An op occupies the thread of its device for ``launch_ns``, then waits in the queue of its device: it
+An op occupies the thread of its device for its launch, then waits in the queue of its device: it
 starts when it has been issued, all earlier ops of the device have ended, and its inputs are there.
 On a synchronous device the thread waits until the op has ended, so it is never ahead of the device.
 
@@ -11,11 +11,18 @@ A copy in line is issued before its first reader, by the thread of that reader. 
 queues of both devices have drained, and occupies them both; if one of them is synchronous, the
 thread waits until the copy has ended. A copy that overlaps is issued after its producer, by the
 producer's thread, and starts when the producer has ended. To issue a copy that goes on without it
-takes the thread as long as a launch, and one that overlaps and leaves a synchronous device for
-another one is first written to page-locked memory by the thread. For GPUs of its own that memory is
-limited: a large tensor is sent in pieces, while the thread writes the next, and the thread waits
-until all that is not sent yet of the tensor fits (earlier tensors do not count). Either kind of
-copy also waits for the queues of its link, which serve in order of issue.
+takes the thread as long as a launch. Either kind of copy also waits for the queues of its link,
+which serve in order of issue.
+
+What overlaps and leaves a synchronous device for another one is first written to page-locked
+memory. For devices of its own the thread writes small tensors, and others a second thread that it
+has for that. Its memory is limited: a large tensor is sent in pieces, while the next is written,
+and writing waits until all that is not sent yet of the tensor fits (earlier tensors do not count).
+The first thread waits for the end of writing before it issues a reader.
+
+A thread waits for what overlapped and comes from a device of another thread before it issues a
+reader. From a synchronous device that has then been written only; the copy is the reader's, in the
+queue of its device.
 
 Memory follows the order of issue, as in a caching allocator: an op allocates when it is issued, and
 frees what it was the last to read right after.
@@ -29,7 +36,7 @@ from __future__ import annotations
 from typing import Final
 
 from envs.compiled import compiled_borrowing, compiled_inline, index, int64
-from envs.hardware.host import STAGING_BYTES, STAGING_PARTS
+from envs.hardware.host import SMALL_BYTES, STAGING_BYTES, STAGING_PARTS
 from envs.problem import HORIZON_NS, Ints, transfer_ns
 from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
@@ -80,7 +87,7 @@ def host_core(
             if not _open_copies(arrays, work, devices, i):
                 return INFEASIBLE_NS
             if overlap:
-                _copy_beside(arrays, work, len(devices), i, work.devices[d].busy_until_ns, memory)
+                _copies_beside(arrays, work, len(devices), i, memory)
                 if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
                     return INFEASIBLE_NS
     return step_ns
@@ -98,12 +105,12 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device.busy_until_ns = 0
         device.previous = -1
         device.opened = -1
-        device.running = 0  # here the number of its ops
         device.work_left_ns = 0
         device.used_bytes = 0
         device.most_bytes = 0
         host = work.hosts[k]
         host.clock_ns = 0
+        host.written_ns = 0
         host.left_ns = 0
         host.blocked_by = -1
     for k in range(len(devices)):
@@ -112,20 +119,16 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         cost = arrays.cost_ns[i, arrays.column[d]]
         if cost == FORBIDDEN:
             return False
-        device = work.devices[d]
-        device.running += 1
+        device, place = work.devices[d], arrays.hosts[d]
         device.work_left_ns += cost
+        work.hosts[place.thread].left_ns += cost if place.synchronous else arrays.launch_ns[i, d]
         if memory != IGNORE_MEMORY:
             op = arrays.ops[i]
             device.used_bytes += op.resident_bytes
             device.most_bytes += op.most_bytes
         work.ops[i].remaining = 0
     for k in range(len(work.devices)):
-        device, place = work.devices[k], arrays.hosts[k]
-        launches_ns = device.running * place.launch_ns
-        work.hosts[place.thread].left_ns += (
-            device.work_left_ns if place.synchronous else launches_ns
-        )
+        device = work.devices[k]
         device.peak_bytes = device.used_bytes
         if memory == STOP_WHEN_FULL and device.used_bytes > arrays.memory_bytes[k]:
             return False
@@ -163,8 +166,15 @@ def _bring_inputs(
             return 0, _NO_LINK
         number = index(work.copy_read[edge.predecessor_edge] - len(devices))
         transfer = work.transfers[number]
+        awaited_ns = work.awaited_ns[number]
+        if awaited_ns > work.hosts[thread].clock_ns:
+            work.hosts[thread].clock_ns = awaited_ns
+            work.hosts[thread].blocked_by = u
         if transfer.start_ns < 0:
-            _copy_in_line(arrays, work, number, thread, memory)
+            if awaited_ns >= 0:
+                _copy_received(arrays, work, number, memory)
+            else:
+                _copy_in_line(arrays, work, number, thread, memory)
         arrival_ns = transfer.start_ns + transfer.duration_ns
         if arrival_ns >= latest_ns:
             latest_ns = arrival_ns
@@ -195,6 +205,17 @@ def _copy_in_line(
         host.clock_ns = end_ns
     source.busy_until_ns = end_ns
     destination.busy_until_ns = end_ns
+
+
+@compiled_inline
+def _copy_received(arrays: ProblemArrays, work: Workspace, number: int, memory: int) -> None:
+    """Copy what a thread wrote for the device of another one, in the queue of that device."""
+    pair = arrays.pairs[work.transfers[number].pair]
+    destination = work.devices[pair.destination]
+    host = work.hosts[arrays.hosts[pair.destination].thread]
+    host.clock_ns += _issue_ns(arrays, pair.source, pair.destination)
+    start_ns = max(host.clock_ns, destination.busy_until_ns)
+    destination.busy_until_ns = _copy(arrays, work, number, start_ns, memory)
 
 
 @compiled_inline
@@ -251,7 +272,8 @@ def _start(
     op = arrays.ops[i]
     cost = arrays.cost_ns[i, arrays.column[d]]
     before_ns = host.clock_ns
-    issued_ns = before_ns + place.launch_ns
+    launch_ns = arrays.launch_ns[i, d]
+    issued_ns = before_ns + launch_ns
     start_ns = max(issued_ns, device.busy_until_ns, arrival_ns)
     end_ns = start_ns + cost
     if end_ns >= HORIZON_NS:
@@ -262,7 +284,7 @@ def _start(
         host.left_ns -= cost
     else:
         at_least = max(at_least, before_ns + host.left_ns)
-        host.left_ns -= place.launch_ns
+        host.left_ns -= launch_ns
     if producer >= 0 and start_ns == arrival_ns:
         work.cause[i] = producer
     elif device.previous >= 0 and start_ns == device.busy_until_ns:
@@ -312,6 +334,7 @@ def _open_copies(arrays: ProblemArrays, work: Workspace, devices: Ints, i: int) 
             work.devices[to].opened = carrier
             work.transfers[number].pair = pair
             work.transfers[number].start_ns = -1
+            work.awaited_ns[number] = -1
             copy = work.copies[index(count + number)]
             copy.size = edge.bytes
             copy.users = 1
@@ -322,9 +345,7 @@ def _open_copies(arrays: ProblemArrays, work: Workspace, devices: Ints, i: int) 
 
 
 @compiled_inline
-def _copy_beside(
-    arrays: ProblemArrays, work: Workspace, count: int, i: int, now: int, memory: int
-) -> None:
+def _copies_beside(arrays: ProblemArrays, work: Workspace, count: int, i: int, memory: int) -> None:
     """Make the copies of op i that overlap, in order of their first readers."""
     begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
     for k in range(begin, end):
@@ -334,18 +355,41 @@ def _copy_beside(
         pair = arrays.pairs[work.transfers[number].pair]
         place, to = arrays.hosts[pair.source], arrays.hosts[pair.destination]
         host = work.hosts[place.thread]
-        host.clock_ns += _issue_ns(arrays, pair.source, pair.destination)
-        start_ns = host.clock_ns
-        size = work.copies[index(count + k)].size
-        in_pieces = place.thread == to.thread
         is_staged = place.synchronous and not to.synchronous
-        if is_staged:
-            later = max(size - PIECE_BYTES, 0) if in_pieces else 0
+        if is_staged and place.thread != to.thread:
+            size = work.copies[index(count + k)].size
             host.clock_ns += transfer_ns(0.0, size, place.staging_bytes_per_s)
-            start_ns += transfer_ns(0.0, size - later, place.staging_bytes_per_s)
-            sent_ns = transfer_ns(0.0, later, pair.bandwidth_bytes_per_s)
-            start_ns = max(start_ns, host.clock_ns - sent_ns)
-        end_ns = _copy(arrays, work, number, max(now, start_ns), memory)
-        if is_staged and in_pieces and size > STAGING_BYTES:
-            full_ns = transfer_ns(0.0, STAGING_BYTES, pair.bandwidth_bytes_per_s)
-            host.clock_ns = max(host.clock_ns, end_ns - full_ns)
+            work.awaited_ns[number] = host.clock_ns
+            continue
+        host.clock_ns += _issue_ns(arrays, pair.source, pair.destination)
+        if is_staged:
+            _copy_staged(arrays, work, number, memory)
+            continue
+        start_ns = max(host.clock_ns, work.devices[pair.source].busy_until_ns)
+        end_ns = _copy(arrays, work, number, start_ns, memory)
+        if place.thread != to.thread:
+            work.awaited_ns[number] = end_ns
+
+
+@compiled_inline
+def _copy_staged(arrays: ProblemArrays, work: Workspace, number: int, memory: int) -> None:
+    """Write what leaves a synchronous device for another one of its thread, and copy it."""
+    pair = arrays.pairs[work.transfers[number].pair]
+    place = arrays.hosts[pair.source]
+    host = work.hosts[place.thread]
+    size = work.copies[index(len(work.ops) + number)].size
+    written_ns = transfer_ns(0.0, size, place.staging_bytes_per_s)
+    if size <= SMALL_BYTES:
+        host.clock_ns += written_ns
+        _copy(arrays, work, number, host.clock_ns, memory)
+        return
+    begin_ns = max(host.clock_ns, host.written_ns)
+    host.written_ns = begin_ns + written_ns
+    later = max(size - PIECE_BYTES, 0)
+    start_ns = begin_ns + transfer_ns(0.0, size - later, place.staging_bytes_per_s)
+    sent_ns = transfer_ns(0.0, later, pair.bandwidth_bytes_per_s)
+    end_ns = _copy(arrays, work, number, max(start_ns, host.written_ns - sent_ns), memory)
+    if size > STAGING_BYTES:
+        full_ns = transfer_ns(0.0, STAGING_BYTES, pair.bandwidth_bytes_per_s)
+        host.written_ns = max(host.written_ns, end_ns - full_ns)
+    work.awaited_ns[number] = host.written_ns

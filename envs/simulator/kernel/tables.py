@@ -62,6 +62,9 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         machine=none if problem.load is None else problem.load.machine.copy(),
         has_load=problem.load is not None,
         hosts=_hosts(problem),
+        launch_ns=np.zeros((0, 0), np.int64)
+        if problem.hosts is None
+        else problem.hosts.op_launch_ns.copy(),
         has_hosts=problem.hosts is not None,
         autograd=_autograd(problem),
         once_per_destination=problem.cluster.once_per_destination,
@@ -106,6 +109,7 @@ def workspace_for(problem: Problem) -> Workspace:
         ready_later=np.full(n + 1, NO_EVENT, np.int64),
         received_bytes=np.zeros(n, np.int64),
         hosts=np.zeros(d, HOST_STATE),
+        awaited_ns=np.zeros(e if problem.hosts is not None else 0, np.int64),
         issued=np.full(n, n, np.uint32),
         backward=np.zeros(np.count_nonzero(issued_by_autograd(problem)), np.uint32),
         rests=np.zeros(2, np.int64),

@@ -190,7 +190,7 @@ def test_costs_are_measured_in_all_free_memory_not_under_the_limit_of_the_placem
 @pytest.mark.parametrize(
     ("module", "hanging", "told"),
     [
-        (of_calls, "seconds_per_call", "timing :linear on cpu"),
+        (of_calls, "call_time", "timing :linear on cpu"),
         (of_calls, "_timed_update", "timing an update by sgd on cpu"),
         (of_modules, "profile_modules_on", "timing the modules of a step on cpu"),
         (torch_speeds, "launch_s", "timing launches, products and memory on cpu"),

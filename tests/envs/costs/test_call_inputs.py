@@ -99,7 +99,7 @@ def test_repeated_backward_passes_read_from_memory_what_the_forward_pass_read(
     read: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_calls, "calls_per_burst", lambda _: 8)
-    monkeypatch.setattr(of_calls._Profiler, "_seconds", lambda *_: 1.0)  # of forward passes
+    monkeypatch.setattr(of_calls._Profiler, "_time", lambda *_: of_calls.NONE)  # of forward passes
     monkeypatch.setattr(of_calls._Profiler, "_held_bytes", lambda *_: 1)  # makes one more pass
     _profile(_linear())
     for addresses in zip(*read, strict=True):

@@ -14,6 +14,7 @@ from envs.costs.factors import (
     FITTED,
     LARGEST,
     LARGEST_UNPLACED,
+    LAUNCH,
     NOISE,
     OWN_DEVIATION,
     class_of,
@@ -112,7 +113,8 @@ def test_factors_are_within_limits() -> None:
         (1.0, 100.0): LARGEST_UNPLACED,
         (100.0, 1.0): 1 / LARGEST_UNPLACED,
     }.items():
-        assert unplaced_factors(predicted_s, measured_s) == dict.fromkeys(CLASSES, factor)
+        everything = (*CLASSES, LAUNCH)
+        assert unplaced_factors(predicted_s, measured_s) == dict.fromkeys(everything, factor)
 
 
 def test_ops_without_a_factor_keep_their_cost_and_sources_say_it_once() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 import numpy as np
 import pytest
 
-from envs.costs.factors import CLASSES, LOAD, class_of
+from envs.costs.factors import CLASSES, LAUNCH, LOAD, class_of
 from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.host import Host
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated, Simulator
@@ -155,6 +158,42 @@ def test_launches_keep_their_time_and_a_kind_without_ops_gets_no_factor() -> Non
     assert (machine.cost_ns[:, 1] == problem.cost_ns[:, 1]).all()
     work_ns = problem.cost_ns[:, 0] - 1_000_000
     np.testing.assert_allclose(machine.cost_ns[:, 0], 1.25 * work_ns + 1_000_000, atol=1)
+
+
+def launching_problem() -> Problem:
+    """Return chains on two GPUs of one thread, whose launches take up to thrice their ops."""
+    graph = graph_of_all_classes(0)
+    rng = np.random.default_rng(2)
+    for _, node in graph.nodes(data=True):
+        node["launch_s"] = {"*": float(rng.uniform(0.0, 3.0)) * node["cost_s"]["*"]}
+    cluster = toy_pair("a", "b")
+    host = Host(devices=cluster.names, overlap=True)
+    return Problem.of(GraphArrays.from_graph(graph), replace(cluster, hosts=(host,)))
+
+
+def test_the_factor_of_launches_is_told_from_those_of_ops() -> None:
+    problem = launching_problem()
+    true = {**dict(zip(CLASSES, (1.3, 0.9, 1.1, 1.0, 0.8), strict=True)), LAUNCH: 1.2}
+    machine = scaled_problem(problem, {"x": true})
+    placements = placements_of(problem, 200)
+    factors = fitted_factors(problem, placements, measured_s(machine, placements))
+    assert factors["x"][LAUNCH] == pytest.approx(1.2, rel=0.02)
+    others = placements_of(problem, 210)[200:]
+    fitted = scaled_problem(problem, factors)
+    assert measured_s(fitted, others) == pytest.approx(measured_s(machine, others), rel=0.02)
+
+
+def test_launches_of_groups_are_scaled_with_those_of_ops() -> None:
+    problem = launching_problem()
+    graph = graph_of_all_classes(0)
+    for i, op_id in enumerate(graph):
+        graph.nodes[op_id]["launch_s"] = {"*": float(problem.graph.launches_for("x")[i])}
+    groups = coarsen(graph, least_cost_s=5e-3)
+    assert len(groups) < len(graph)
+    scaled = scaled_problem(problem, {"x": {LAUNCH: 2.0}})
+    found = grouped_problem(groups, scaled).graph.launches_for("x")
+    expected = np.bincount(groups.group_of, 2.0 * problem.graph.launches_for("x"), len(groups))
+    np.testing.assert_allclose(found, expected)
 
 
 def test_groups_cost_what_their_ops_do() -> None:

@@ -63,6 +63,19 @@ def test_a_second_gpu_gains_nothing_where_launches_take_longest(devices: list[in
     assert schedule.step_ns == 41_000
 
 
+def test_launches_run_ahead_of_a_long_op_and_small_ops_queue_behind_it() -> None:
+    graph = ops({"a": 100.0, "b": 2.0, "c": 2.0, "d": 2.0})
+    for name, launch_us in {"a": 20.0, "b": 30.0, "c": 10.0}.items():
+        graph.nodes[name]["launch_s"] = {"*": launch_us * 1e-6}
+    schedule = run(graph, machine(), [GPU] * 4, [4.0, 3.0, 2.0, 1.0])
+    # Launched at 20, 50, 60 and, by the 10 us of the device, 70, while a runs until 120.
+    assert schedule.start_ns.tolist() == [20_000, 120_000, 122_000, 124_000]
+    last = run(graph, machine(), [GPU] * 4, [1.0, 4.0, 3.0, 2.0])
+    # Each waits for its launch: at 30, 40, 50 and 70.
+    assert last.start_ns.tolist() == [70_000, 30_000, 40_000, 50_000]
+    assert run(graph, machine(), [CPU] * 4, [4.0, 3.0, 2.0, 1.0]).step_ns == 106_000
+
+
 def test_ops_wait_in_the_queue_of_their_device() -> None:
     schedule = run(ops(dict.fromkeys("abc", 50.0)), machine(), [GPU, GPU, OTHER])
     assert schedule.start_ns.tolist() == [10_000, 60_000, 30_000]
@@ -126,24 +139,81 @@ def test_the_thread_writes_what_leaves_the_cpu_beside_its_ops_to_page_locked_mem
     assert schedule.start_ns.tolist() == [0, 190_000, 100_000]
 
 
-def test_large_tensors_are_written_in_pieces_and_the_thread_waits_for_room() -> None:
-    mib = 1 << 20
-    graph = ops({"a": 50.0, "b": 1.0, "c": 1.0}, "ab")
-    graph.nodes["a"]["output_bytes"] = graph.edges["a", "b"]["bytes"] = 80 * mib
+MIB = 1 << 20
+
+
+def sending(mib: int, us_per_mib: float) -> tuple[nx.DiGraph[str], Cluster]:
+    """Return ops a to d, where a is read by b, and a machine that writes a MiB in 0.5 us."""
+    graph = ops({"a": 50.0, "b": 1.0, "c": 1.0, "d": 1.0}, "ab")
+    graph.nodes["a"]["output_bytes"] = graph.edges["a", "b"]["bytes"] = mib * MIB
     cluster = machine(overlap=True)
     *gpus, cpu = cluster.devices
-    cpu = replace(cpu, bandwidth_bytes_per_s=4e6 * mib)  # a MiB is written in 0.5 us
+    cpu = replace(cpu, bandwidth_bytes_per_s=4e6 * MIB)
     (link,) = cluster.links
-    for us_per_mib, start, thread in ((10.0, 68.0, 328.0), (0.25, 84.0, 188.0)):
-        slow = replace(link, bandwidth_bytes_per_s=1e6 * mib / us_per_mib)
-        there = replace(cluster, devices=(*gpus, cpu), links=(slow,))
-        schedule = run(graph, there, [CPU, GPU, CPU], [3.0, 2.0, 1.0])
-        # Issued at 60, written until 100, the first of five pieces until 68. On the slow link it
-        # ends at 68 + 100 + 800; the last piece has room once 16 MiB are sent, 640 before. On the
-        # fast link four pieces are sent in 16, so the copy starts 16 before the last is written if
-        # that has room at once; it has once 16 MiB are sent, at 84 + 100 + 4. b is launched in 10.
-        assert schedule.transfers.start_ns.tolist() == [start * 1e3]
-        assert schedule.start_ns.tolist()[2] == (thread + 10.0) * 1e3
+    link = replace(link, bandwidth_bytes_per_s=1e6 * MIB / us_per_mib)
+    return graph, replace(cluster, devices=(*gpus, cpu), links=(link,))
+
+
+@pytest.mark.parametrize(("us_per_mib", "start", "written"), [(10.0, 68, 328), (0.25, 84, 188)])
+def test_another_thread_writes_large_tensors_in_pieces_and_waits_for_room(
+    us_per_mib: float, start: int, written: int
+) -> None:
+    graph, cluster = sending(80, us_per_mib)
+    schedule = run(graph, cluster, [CPU, GPU, CPU, CPU], [4.0, 2.0, 3.0, 1.0])
+    # Issued at 60, written until 100, the first of five pieces until 68. On the slow link it ends
+    # at 68 + 100 + 800; the last piece has room once 16 MiB are sent, 640 before. On the fast link
+    # four pieces are sent in 16, so the copy starts 16 before the last is written if that has room
+    # at once; it has once 16 MiB are sent, at 84 + 100 + 4. Meanwhile the first thread runs c; then
+    # it waits until all is written, launches b in 10, and runs d.
+    assert schedule.transfers.start_ns.tolist() == [start * 1000]
+    end = int(schedule.transfers.end_ns[0])
+    assert schedule.start_ns.tolist() == [0, end, 60_000, (written + 10) * 1000]
+
+
+def test_the_other_thread_writes_one_tensor_after_the_other() -> None:
+    graph, cluster = sending(40, 0.001)
+    graph.nodes["c"]["output_bytes"] = 2 * MIB
+    add_edge(graph, "c", "d")
+    schedule = run(graph, cluster, [CPU, GPU, CPU, GPU], [4.0, 1.0, 3.0, 2.0])
+    # a is written from 60 to 80 and sent in 100.04 from 0.024 before that on, which is what all but
+    # its first piece takes. c is issued at 71, written from 80 to 81 and sent after a in 100.002.
+    assert schedule.transfers.start_ns.tolist() == [79_976, 180_016]
+    assert schedule.start_ns.tolist() == [0, 281_018, 60_000, 280_018]
+
+
+def workers() -> Cluster:
+    """Return the machine with a thread for each device, the CPU writing 1 GB/s."""
+    cluster = machine()
+    *gpus, cpu = cluster.devices
+    cpu = replace(cpu, bandwidth_bytes_per_s=2e9)
+    hosts = tuple(Host(devices=(name,), overlap=True) for name in cluster.names)
+    return replace(cluster, devices=(*gpus, cpu), hosts=hosts)
+
+
+def test_a_worker_waits_for_what_it_receives_before_it_launches_on() -> None:
+    graph = ops({"a": 50.0, "b": 1.0, "c": 5.0}, "ab")
+    schedule = run(graph, workers(), [GPU, OTHER, OTHER], [3.0, 2.0, 1.0])
+    # a ends at 60, its copy at 160. Then b is launched, and c while b runs.
+    assert schedule.start_ns.tolist() == [10_000, 170_000, 180_000]
+    first = run(graph, workers(), [GPU, OTHER, OTHER], [3.0, 1.0, 2.0])
+    assert first.start_ns.tolist() == [10_000, 170_000, 10_000]
+
+
+def test_a_worker_launches_on_while_its_copies_run() -> None:
+    graph = ops({"a": 50.0, "b": 1.0, "c": 5.0}, "ab")
+    schedule = run(graph, workers(), [GPU, CPU, GPU], [3.0, 2.0, 1.0])
+    # Launch of a, issue of its copy, launch of c.
+    assert schedule.start_ns.tolist() == [10_000, 160_000, 60_000]
+
+
+def test_what_the_worker_of_the_cpu_wrote_is_copied_in_the_queue_of_the_gpu() -> None:
+    graph = ops({"a": 50.0, "b": 20.0, "c": 5.0, "d": 80.0}, "ac")
+    graph.nodes["a"]["output_bytes"] = graph.edges["a", "c"]["bytes"] = 30_000
+    schedule = run(graph, workers(), [CPU, CPU, GPU, GPU], [4.0, 3.0, 1.0, 2.0])
+    # a is written from 50 to 80, which holds b up. d runs until 90, when the copy has been issued;
+    # it ends at 190, c was launched meanwhile.
+    assert schedule.transfers.start_ns.tolist() == [90_000]
+    assert schedule.start_ns.tolist() == [0, 80_000, 190_000, 10_000]
 
 
 def two_branches(forward_us: float = 1.0, backward_us: float = 1.0) -> nx.DiGraph[str]:

@@ -58,8 +58,11 @@ def host_case(seed: int, *, large: bool = False, bad_places: bool = True) -> Cas
         for device in cluster.devices
     )
     cluster = replace(cluster, devices=rated, hosts=hosts)
-    if rng.random() < 0.3:
-        graph, cluster = with_large_tensors(graph, cluster, 1 << rng.randint(14, 18))
+    for _, node in graph.nodes(data=True):
+        known = [kind for kind in node["cost_s"] if rng.random() < 0.3]
+        node["launch_s"] = {kind: rng.choice([0.0, 1e-6, 1.37e-5]) for kind in known}
+    if rng.random() < 0.6:
+        graph, cluster = with_large_tensors(graph, cluster, 1 << rng.randint(11, 17))
     return graph, cluster, devices, priority
 
 
@@ -164,7 +167,7 @@ def test_one_simulator_takes_other_priorities_and_back(seed: int) -> None:
 
 def test_random_cases_cover_hosts() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(900):
+    for seed in range(1500):
         case = host_case(seed)
         problem, devices, priority = problem_of(case)
         schedule = Simulator(problem).run(devices, priority)
@@ -172,15 +175,17 @@ def test_random_cases_cover_hosts() -> None:
         assert threads is not None
         seen["blocked" if schedule.step_ns == INFEASIBLE_NS else "runs"] += 1
         seen["full"] += bool(schedule.reason) and schedule.step_ns < INFEASIBLE_NS
-        for source, destination in zip(
-            schedule.transfers.source, schedule.transfers.destination, strict=True
-        ):
+        t = schedule.transfers
+        for source, destination, size in zip(t.source, t.destination, t.bytes, strict=True):
             ends = [bool(threads.synchronous[d]) for d in (source, destination)]
             seen["by autograd"] += threads.autograd
             overlap = bool(threads.overlap[source])
             one = threads.thread[source] == threads.thread[destination]
             seen[f"{ends} {overlap} {one}"] += 1
+            if overlap and one and ends == [True, False]:
+                seen[f"above 1 MiB {size > 1 << 20}, above 64 MiB {size > 64 << 20}"] += 1
         seen["launches"] += bool(threads.launch_ns.any())
+        seen["launches of ops"] += bool((threads.op_launch_ns != threads.launch_ns).any())
     assert min(seen.values()) >= 25, seen
     assert len(seen) >= 4 + 8
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
-from envs.executors.torch.staging import Staging
+from envs.executors.torch.staging import HostSender, Staging
 from envs.executors.torch.streams import arrived, sending
 from graphs.extract import Workload, extract
 from tests.fake_cuda import fake_cuda
-from tests.fake_cuda.machine import is_fake
+from tests.fake_cuda.late_thread import LateThread
+from tests.fake_cuda.machine import Machine, is_fake
+from tests.fake_cuda.modes import DispatchMode, FunctionMode
 from tests.helpers.extracted_steps import fresh
 from tests.helpers.op_log import OpLog
 from tests.helpers.placed_steps import random_devices, random_order
@@ -116,20 +119,20 @@ def test_what_is_staged_shares_no_memory_between_its_elements(
     tensor: Tensor, size_bytes: int
 ) -> None:
     with fake_cuda():
-        found = sent_by(Staging(size_bytes), tensor)
+        sender = HostSender(size_bytes, 0, LateThread(1))
+        found = sent_by(sender, tensor)
         assert found.device == torch.device("cuda", 0)
         assert found.untyped_storage().nbytes() == found.nbytes
         assert not found.requires_grad
         assert torch.equal(found.cpu(), tensor)
         transposed = torch.arange(12.0).reshape(3, 4).t()
-        kept = sent_by(Staging(size_bytes), transposed)
+        kept = sent_by(sender, transposed)
         assert kept.stride() == transposed.stride(), "dense tensors keep their order"
         assert torch.equal(kept.cpu(), transposed)
 
 
-def sent_by(staging: Staging, tensor: Tensor) -> Tensor:
-    stream = torch.cuda.current_stream(0)
-    return staging.send(tensor, stream)
+def sent_by(sender: HostSender, tensor: Tensor) -> Tensor:
+    return sender.send(tensor, torch.cuda.current_stream(0))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
@@ -137,11 +140,51 @@ def test_staging_takes_any_dtype_and_no_more_memory_than_it_may(
     dtype: torch.dtype,
 ) -> None:
     with fake_cuda() as machine:
-        staging = Staging(1 << 10)
+        sender = HostSender(1 << 10, 64, LateThread(1))
         for shape in ((), (0, 3), (7,), (3, 50), (2000,)):
             given = torch.randint(2, shape).to(dtype)
-            assert torch.equal(sent_by(staging, given).cpu(), given)
-        assert sum(storage.nbytes() for storage in machine._pinned.values()) == 1 << 10
+            assert torch.equal(sent_by(sender, given).cpu(), given)
+        assert sum(storage.nbytes() for storage in machine._pinned.values()) == (1 << 10) + 8 * 64
+
+
+class OtherThread(ThreadPoolExecutor):
+    """A real thread that uses a fake machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(1)
+        self._machine = machine
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def there() -> Any:
+            with DispatchMode(self._machine), FunctionMode(self._machine):
+                return work(*args, **named)
+
+        return super().submit(there)
+
+
+def test_the_thread_that_writes_is_in_inference_mode_as_the_one_that_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, modes = Staging.send, []
+
+    def watched(*args: Any) -> torch.cuda.Event:
+        modes.append(torch.is_inference_mode_enabled())
+        return send(*args)
+
+    monkeypatch.setattr(Staging, "send", watched)
+    with fake_cuda() as machine, OtherThread(machine) as thread:
+        sender = HostSender(1 << 10, 0, thread)
+        stream: torch.cuda.Stream = torch.cuda.Stream(0)  # type: ignore[no-untyped-call]  # torch's
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                given = torch.arange(100.0)
+                with torch.cuda.stream(stream):  # all threads of a fake machine have one
+                    copy, end = sender.send(given, stream)
+                    assert isinstance(end, Future)
+                    event = end.result()
+                torch.cuda.current_stream(0).wait_event(event)
+                assert torch.equal(copy.cpu(), given)
+    assert modes == [True, False]
 
 
 @pytest.mark.gpu
