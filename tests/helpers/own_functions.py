@@ -137,6 +137,20 @@ class Folded(Function):
         return gradient.reshape(ctx.shape) * 0.5, None, None
 
 
+class Partly(Function):
+    """Two results, of which one has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        sine, cosine = x.sin(), x.cos()
+        ctx.mark_non_differentiable(cosine)
+        return sine, cosine
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        return 3 * gradient
+
+
 class Outer:
     class Inner(ClampedRoot):
         """A function in a class."""
@@ -159,6 +173,11 @@ def _top(m: Any, x: Tensor) -> Any:
     return m.second(x).gather(1, indices).repeat(1, 4) + values.repeat(1, 4) * count
 
 
+def _partly(m: Any, x: Tensor) -> Any:
+    sine, cosine = Partly.apply(m.first(x))  # type: ignore[no-untyped-call]
+    return m.second(sine) * cosine + cosine.exp()
+
+
 def _local(m: Any, x: Tensor) -> Any:
     class Local(ClampedRoot):
         pass
@@ -172,6 +191,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "parameter": lambda m, x: m.second(Scaled.apply(x, m.first.bias)),  # type: ignore[no-untyped-call]
     "keyword": lambda m, x: Scaled.apply(m.first(x), m.second.bias, 0.5),  # type: ignore[no-untyped-call]
     "members": _top,
+    "partly": _partly,
     "view": lambda m, x: m.second(Reversed.apply(m.first(x))),  # type: ignore[no-untyped-call]
     "recomputed": lambda m, x: Recomputed.apply(m.first(x), m.second.weight),  # type: ignore[no-untyped-call]
     "random": lambda m, x: m.second(Noisy.apply(m.first(x))),  # type: ignore[no-untyped-call]
