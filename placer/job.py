@@ -26,7 +26,7 @@ from graphs.selection import ConstraintError, keep_together, pin
 from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
-from placer.ray_cluster.connection import address_of
+from placer.ray_cluster.address import address_of
 from placer.search.objectives import Objective
 from placer.search.portfolio import Proposer
 from placer.search.registry import DEFAULT, placer_named, uses_policy

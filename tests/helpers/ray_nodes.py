@@ -10,14 +10,15 @@ import pytest
 
 
 @contextmanager
-def ray_nodes(count: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a cluster of nodes with one processor each, and all of them but the head."""
+def ray_nodes(count: int, processors: int = 1) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a cluster of nodes with so many processors each, and all of them but the head."""
     ray: Any = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "wait": False})
+    head = {"num_cpus": processors, "wait": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
     try:
-        others = [cluster.add_node(wait=False, num_cpus=1) for _ in range(count - 1)]
+        others = [cluster.add_node(wait=False, num_cpus=processors) for _ in range(count - 1)]
         cluster.wait_for_nodes(timeout=300)
         yield cluster, others
     finally:

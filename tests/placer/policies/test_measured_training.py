@@ -26,7 +26,7 @@ from envs.simulator.schedule import run_order
 from graphs.extract import Workload
 from placer.cli.main import main
 from placer.policies import load
-from placer.policies.measured_decoders import MeasuredDecoders
+from placer.policies.measured_decoders import MeasuredDecoders, OnThisMachine
 from placer.policies.pool import CANNOT_RUN, exercise
 from placer.policies.rewards import WORST_REWARD
 from placer.policies.scheduler_env import SchedulerEnv
@@ -49,13 +49,14 @@ def build():
 
 
 class Machine:
-    """A backend whose devices are slower than simulated, by a factor each, with 0.1 % noise."""
+    """A backend whose devices are slower than simulated, by a factor each, with some noise."""
 
     interrupted = False
 
-    def __init__(self, problem: Problem, factors: Sequence[float]) -> None:
+    def __init__(self, problem: Problem, factors: Sequence[float], noise: float = 1e-3) -> None:
         slower = np.rint(problem.cost_ns * np.array(factors)).astype(np.int64)
         self.simulator = Simulator(replace(problem, cost_ns=slower), memory=False)
+        self.noise = noise
         self.broken = False
         self.spoilt: Callable[[Placement], bool] = lambda _: False
         self.times_spoilt: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
@@ -71,7 +72,7 @@ class Machine:
             failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
             return [StepResult.of_measurement(failed, {})] * len(placements)
         steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
-        runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
+        runs = [step * self.rng.normal(1.0, self.noise, 9) for step in steps]
         if self.times_spoilt is not None:
             runs = [
                 self.times_spoilt(run) if bad else run
@@ -96,7 +97,8 @@ def decoders_on(
 ) -> tuple[MeasuredDecoders, Machine]:
     problem = problem or random_problem(3, ops=60, devices=len(factors))
     machine, order = Machine(problem, factors), Order()
-    return MeasuredDecoders(exercise(problem, "measured"), order, machine), machine  # type: ignore[arg-type]
+    devices = OnThisMachine(machine)  # type: ignore[arg-type]
+    return MeasuredDecoders(exercise(problem, "measured"), order, devices), machine  # type: ignore[arg-type]
 
 
 def test_costs_are_those_of_the_machine_and_not_of_the_simulator() -> None:

@@ -1,0 +1,170 @@
+"""Measuring on a Ray cluster: a process for each free set of devices, on the nodes that have them.
+
+Placements are sent in groups, and each group runs in the same rounds on one set of devices: only
+these runs are compared. A group whose node dies runs again, from the start, on another one. So the
+groups, and what is compared, do not depend on the nodes.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import DeviceWarning
+from envs.measurement import Measurement
+from envs.placement import Placement
+from placer.ray_cluster.connection import LostError, NodeProcess, RayCluster, check_deaths
+from placer.ray_cluster.device_sets import DeviceSet, sets_of_all, this_machine
+from placer.ray_cluster.node_step import Loadable, Loaded, Runs
+
+LOAD_S: Final = 180.0
+"""Time in which a node must load the step."""
+CLOSE_S: Final = 5.0
+"""Time in which processes of nodes may end their workers."""
+
+
+class MeasuringNodes:
+    """Sets of devices of a Ray cluster, each with a process that measures. A context manager."""
+
+    def __init__(self, cluster: RayCluster, devices: Cluster) -> None:
+        """Find the nodes with as many devices of the same kinds as ``devices``, of this machine.
+
+        A DeviceWarning tells which nodes do not have them.
+
+        Raises:
+            ValueError: no node has them.
+            ConnectionError: a node does not answer.
+        """
+        self._cluster = cluster
+        self._sets, lacking = sets_of_all(cluster.ask(this_machine), devices.names)
+        for reason in lacking:
+            _leave_out(reason)
+        self._processes: dict[DeviceSet, NodeProcess] = {}  # that have loaded the step, in turn
+
+    def __enter__(self) -> MeasuringNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Return the nodes that measure, without those that were lost."""
+        return list(dict.fromkeys(each.node.name for each in self._processes))
+
+    def load(self, step: Loadable, report: Callable[[str], None] = lambda _: None) -> None:
+        """Send a step to all sets of devices; those that others use are left out.
+
+        Raises:
+            ValueError: a node cannot load the step.
+            ConnectionError: no node is left.
+        """
+        shared = self._cluster.share(step, _loaded)
+        starting: dict[Any, tuple[DeviceSet, NodeProcess]] = {}
+        end = time.monotonic() + LOAD_S
+        try:
+            for own in self._sets:
+                process, ready = self._cluster.start(
+                    own.node, shared, own.names, cpus=own.cpus, gpus=own.gpus
+                )
+                starting[ready] = own, process
+            while starting and time.monotonic() < end:
+                report(f"loading the model on {len(starting)} of {len(self._sets)} sets of devices")
+                for ready in self._cluster.done([*starting]):
+                    own, process = starting.pop(ready)
+                    with suppress(LostError):
+                        self._check_loaded(own, ready)
+                        self._processes[own] = process
+            late = f"has not loaded the model within {LOAD_S:g} s: do others use its devices?"
+            for own, _ in starting.values():
+                _leave_out(f"node {own.node.name} of the Ray cluster {late}")
+        finally:
+            for _, process in starting.values():
+                process.kill()
+        self._check_left()
+
+    def measure(self, groups: Sequence[Sequence[Placement]], runs: Runs) -> list[list[Measurement]]:
+        """Return the measurements of groups of placements, each with its node.
+
+        Raises:
+            ConnectionError: all nodes were lost.
+            OSError: processes that ran a group died too often.
+        """
+        found: list[list[Measurement]] = [[] for _ in groups]
+        deaths = [0] * len(groups)
+        waiting = deque(range(len(groups)))
+        running: dict[Any, tuple[int, DeviceSet]] = {}
+        while waiting or running:
+            self._check_left()
+            while waiting and (free := self._free([own for _, own in running.values()])):
+                number = waiting.popleft()
+                answer = self._processes[free].call(_measured, list(groups[number]), runs)
+                running[answer] = number, free
+            for answer in self._cluster.done([*running]):
+                number, own = running.pop(answer)
+                try:
+                    measured = self._cluster.result(answer)
+                except LostError as error:
+                    self._processes.pop(own).kill()
+                    deaths[number] += 1
+                    check_deaths(deaths[number], error)
+                    waiting.appendleft(number)
+                else:
+                    found[number] = [replace(each, node=own.node.name) for each in measured]
+        return found
+
+    def close(self) -> None:
+        """End all processes and their workers."""
+        ending = [process.call(_close) for process in self._processes.values()]
+        end = time.monotonic() + CLOSE_S
+        while ending and (left_s := end - time.monotonic()) > 0:
+            done = self._cluster.done(ending, timeout_s=left_s)
+            ending = [each for each in ending if each not in done]
+        for process in self._processes.values():
+            process.kill()
+        self._processes.clear()
+
+    def _check_loaded(self, own: DeviceSet, ready: Any) -> None:
+        try:
+            self._cluster.result(ready)
+        except LostError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"node {own.node.name} of the Ray cluster cannot measure: {error}"
+            ) from error
+
+    def _free(self, running: Sequence[DeviceSet]) -> DeviceSet | None:
+        """Return a set of devices that does not run, of those that take turns."""
+        used = frozenset[str]().union(*(each.resources for each in running))
+        for own in self._processes:
+            if not own.resources & used:
+                self._processes[own] = self._processes.pop(own)  # last in turn
+                return own
+        return None
+
+    def _check_left(self) -> None:
+        if not self._processes:
+            raise ConnectionError("no node of the Ray cluster is left to measure")
+
+
+def _leave_out(reason: str) -> None:
+    warnings.warn(f"{reason}; it measures nothing", DeviceWarning, stacklevel=3)
+
+
+def _loaded(step: Loadable, names: Sequence[str]) -> Loaded:
+    return step.loaded(names)
+
+
+def _measured(step: Loaded, placements: Sequence[Placement], runs: Runs) -> list[Measurement]:
+    return step.measure(placements, runs)
+
+
+def _close(step: Loaded) -> None:
+    step.close()

@@ -1,0 +1,158 @@
+"""Measuring on nodes: which devices of theirs stand for ours, and what is sent there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from envs.hardware.discover import DeviceWarning, discover, present
+from envs.measurement import Measurement, tied
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.runtime import calibrated, costed, extraction_for, runtime_for
+from graphs.extract import Workload
+from graphs.graph import GraphArrays
+from placer.ray_cluster.connection import Node, RayCluster
+from placer.ray_cluster.device_sets import Machine, device_sets, sets_of_all
+from placer.ray_cluster.measuring import MeasuringNodes
+from placer.ray_cluster.node_step import NodeStep, Runs
+from tests.helpers.ray_nodes import ray_nodes
+
+torch.set_num_threads(1)
+
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+MOST_S = 10.0
+NODE = Node(key="a", name="10.0.0.5:9", cpus=8, gpus=4)
+OTHER = Node(key="b", name="10.0.0.6:9", cpus=1, gpus=0)
+MACHINE = Machine("boot", (0, 2, 4, 6, 8))
+
+
+def test_cores_of_a_node_stand_for_as_many_of_ours() -> None:
+    sets = device_sets(NODE, MACHINE, ("core:0", "core:1"))
+    assert [each.names for each in sets] == [("core:0", "core:2"), ("core:4", "core:6")]
+    assert not sets[0].resources & sets[1].resources
+    [unequal] = device_sets(NODE, MACHINE, ("core:0-2", "core:7"))
+    assert unequal.names == ("core:0+2+4", "core:6")
+    assert unequal.cpus == 4
+    of_another_node = device_sets(NODE._replace(key="c"), MACHINE, ("core:0", "core:1"))
+    assert sets[0].resources == of_another_node[0].resources  # of the same machine
+
+
+def test_ray_numbers_the_gpus_of_each_process() -> None:
+    sets = device_sets(NODE, MACHINE, ("cuda:2", "cuda:3"))
+    assert [each.names for each in sets] == [("cuda:0", "cuda:1")] * 2
+    assert [each.gpus for each in sets] == [2, 2]
+    assert not sets[0].resources & sets[1].resources
+    [alone] = device_sets(NODE, MACHINE, ("cpu", "cuda:1"))
+    assert alone.names == ("cpu", "cuda:0")
+    assert alone.cpus == 8
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (("core:0", "core:1"), r"node 10\.0\.0\.6:9 .* has 5 cores and offers 1, .* needs 2"),
+        (("cuda:0",), r"node 10\.0\.0\.6:9 .* offers 0 GPUs, .* needs 1"),
+        (("xpu:0",), "CUDA devices run, not xpu:0"),
+    ],
+)
+def test_a_node_without_the_devices_is_named(names: Sequence[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        sets_of_all({OTHER: MACHINE}, names)
+
+
+def test_nodes_take_turns_and_the_others_are_listed() -> None:
+    third = NODE._replace(key="c")
+    machines = {NODE: MACHINE, OTHER: MACHINE, third: Machine("boot 2", (0, 1))}
+    sets, reasons = sets_of_all(machines, ("core:0", "core:1"))
+    assert [each.node.key for each in sets] == ["a", "c", "a"]
+    assert len(reasons) == 1
+    assert OTHER.name in reasons[0]
+
+
+def test_runs_of_two_nodes_are_not_compared() -> None:
+    one = Measurement(wall_s=np.ones(3), cpu_clock_s=np.ones(3), node="10.0.0.5:9")
+    assert tied(one, one)
+    with pytest.raises(AssertionError, match="not compared"):
+        tied(one, replace(one, node="10.0.0.6:9"))
+
+
+class Locked(nn.Linear):
+    """A model that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_pickled_is_refused() -> None:
+    pytest.importorskip("ray")
+    step = Workload.of(Locked(), torch.randn(2, 4), training=False)
+    problem: Any = None
+    with pytest.raises(ValueError, match=r"Locked cannot be sent .* pickle .*lock"):
+        NodeStep.of(step, problem, present(("core:0", "core:1")))
+
+
+@two_cores
+def test_what_is_sent_runs_on_other_devices() -> None:
+    pytest.importorskip("ray")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    workload = Workload.of(
+        model, torch.randn(16, 64), lambda y, t: (y - t).square().mean(), target=torch.randn(16, 64)
+    )
+    cluster = discover("core:0,core:1")
+    runtime = runtime_for(extraction_for(workload, cluster.names), cluster)
+    joined = runtime.joined(cluster)
+    assert joined is not None
+    linked = calibrated(cluster)
+    graph = GraphArrays.from_graph(costed(runtime, runtime.graph, linked))
+    problem = Problem.of(graph, runtime.planned(linked))
+    half = np.arange(len(graph)) % 2 if (graph.group < 0).all() else np.zeros(len(graph), int)
+    order = -np.arange(len(graph), dtype=float)
+    placements = [
+        Placement.of(graph, problem.cluster, half, order),
+        Placement.of(graph, problem.cluster, np.ones(len(graph), int), order),
+        replace(Placement.of(graph, joined, np.zeros(len(graph), int), order), unplaced=True),
+    ]
+    loaded = NodeStep.of(workload, problem, cluster).loaded(("core:1", "core:0"))
+    try:
+        runs = loaded.measure(placements, Runs((1e-3,), rounds=3))
+        assert [run.failure for run in runs] == ["", "", ""]
+        assert [len(run.wall_s) for run in runs] == [3, 3, 3]
+        peaks = runs[1].peak_memory_bytes  # all of it on the second device, here the first core
+        assert peaks["core:0"] > peaks["core:1"]
+    finally:
+        loaded.close()
+
+
+class Unloadable:
+    """A step that no node can load."""
+
+    def loaded(self, names: Sequence[str]) -> Any:
+        raise KeyError("weights")
+
+
+@two_cores
+@pytest.mark.slow
+def test_nodes_that_cannot_measure_are_named_in_time() -> None:
+    devices = present(("core:0", "core:1"))
+    with ray_nodes(2, processors=1) as (cluster, _), RayCluster(cluster.address) as connection:
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=r"node \S+:\d+ .* offers 1, .* needs 2, and 1 other"):
+            MeasuringNodes(connection, devices)
+        assert time.monotonic() - began < MOST_S
+        cluster.add_node(num_cpus=2)
+        with pytest.warns(DeviceWarning, match="offers 1, .* it measures nothing"):
+            nodes = MeasuringNodes(connection, devices)
+        with nodes, pytest.raises(ValueError, match=r"node \S+:\d+ .* cannot measure: 'weights'"):
+            nodes.load(Unloadable())
