@@ -11,10 +11,10 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from envs.backend import ProgressCallback
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import DeviceWarning
 from envs.measurement import Measurement
@@ -25,6 +25,8 @@ from placer.ray_cluster.node_step import Loadable, Loaded, Runs
 
 LOAD_S: Final = 180.0
 """Time in which a node must load the step."""
+LATE_S: Final = 60.0
+"""Time that other nodes have to load it after the first one has."""
 CLOSE_S: Final = 5.0
 """Time in which processes of nodes may end their workers."""
 
@@ -54,12 +56,21 @@ class MeasuringNodes:
         self.close()
 
     @property
-    def nodes(self) -> list[str]:
-        """Return the nodes that measure, without those that were lost."""
-        return list(dict.fromkeys(each.node.name for each in self._processes))
+    def names(self) -> list[str]:
+        """Return the nodes with the devices, without those that were lost."""
+        return list(dict.fromkeys(each.node.name for each in self._sets))
+
+    @property
+    def at_once(self) -> int:
+        """Return how many groups can run at once."""
+        count, used = 0, set[str]()
+        for own in self._sets:
+            if used.isdisjoint(own.resources):
+                count, used = count + 1, used | own.resources
+        return count
 
     def load(self, step: Loadable, report: Callable[[str], None] = lambda _: None) -> None:
-        """Send a step to all sets of devices; those that others use are left out.
+        """Send a step to all sets of devices; those that others use are left out for now.
 
         Raises:
             ValueError: a node cannot load the step.
@@ -78,19 +89,32 @@ class MeasuringNodes:
                 report(f"loading the model on {len(starting)} of {len(self._sets)} sets of devices")
                 for ready in self._cluster.done([*starting]):
                     own, process = starting.pop(ready)
-                    with suppress(LostError):
+                    self._processes[own] = process
+                    try:
                         self._check_loaded(own, ready)
-                        self._processes[own] = process
-            late = f"has not loaded the model within {LOAD_S:g} s: do others use its devices?"
+                    except LostError:
+                        self._lose(own)
+                    else:
+                        end = min(end, time.monotonic() + LATE_S)
             for own, _ in starting.values():
-                _leave_out(f"node {own.node.name} of the Ray cluster {late}")
+                _leave_out(
+                    f"node {own.node.name} of the Ray cluster has not loaded the model in time: do "
+                    "others use its devices?"
+                )
         finally:
             for _, process in starting.values():
                 process.kill()
         self._check_left()
 
-    def measure(self, groups: Sequence[Sequence[Placement]], runs: Runs) -> list[list[Measurement]]:
+    def measure(
+        self,
+        groups: Sequence[Sequence[Placement]],
+        runs: Runs,
+        progress: ProgressCallback | None = None,
+    ) -> list[list[Measurement]]:
         """Return the measurements of groups of placements, each with its node.
+
+        ``progress`` is called with (groups done, all groups).
 
         Raises:
             ConnectionError: all nodes were lost.
@@ -106,12 +130,14 @@ class MeasuringNodes:
                 number = waiting.popleft()
                 answer = self._processes[free].call(_measured, list(groups[number]), runs)
                 running[answer] = number, free
+            if progress is not None:
+                progress(len(groups) - len(waiting) - len(running), len(groups))
             for answer in self._cluster.done([*running]):
                 number, own = running.pop(answer)
                 try:
                     measured = self._cluster.result(answer)
                 except LostError as error:
-                    self._processes.pop(own).kill()
+                    self._lose(own)
                     deaths[number] += 1
                     check_deaths(deaths[number], error)
                     waiting.appendleft(number)
@@ -148,6 +174,10 @@ class MeasuringNodes:
                 self._processes[own] = self._processes.pop(own)  # last in turn
                 return own
         return None
+
+    def _lose(self, own: DeviceSet) -> None:
+        self._sets.remove(own)
+        self._processes.pop(own).kill()
 
     def _check_left(self) -> None:
         if not self._processes:

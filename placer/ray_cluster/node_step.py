@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -111,6 +111,7 @@ class StepOnDevices:
             if (kind := device_kind(name)) != device.kind:
                 raise ValueError(f"its {name} is a {kind}, not a {device.kind}")
         self._home = step.cluster
+        self._home_names = dict(zip(names, step.cluster.names, strict=True))
         own = _renamed(step.cluster, names)
         workload = torch.load(io.BytesIO(step.workload), weights_only=False)
         extraction = extraction_for(workload, names, step.extractor)
@@ -123,7 +124,10 @@ class StepOnDevices:
         self._backend: Measured | None = None
 
     def measure(self, placements: Sequence[Placement], runs: Runs) -> list[Measurement]:
-        """Run placements, of the devices that these stand for, in the same rounds."""
+        """Run placements, of the devices that these stand for, in the same rounds.
+
+        Peaks of memory are those of the devices that these stand for, too.
+        """
         if self._backend is None or runs != self._runs:
             self.close()
             self._backend = self._runtime.backend(
@@ -133,13 +137,23 @@ class StepOnDevices:
         found = measurements(self._backend.evaluate(list(map(self._own, placements))))
         if self._backend.interrupted:
             raise WorkerError("the measurement was interrupted")
-        return found
+        return [
+            replace(
+                each,
+                peak_memory_bytes=self._at_home(each.peak_memory_bytes),
+                reserved_memory_bytes=self._at_home(each.reserved_memory_bytes),
+            )
+            for each in found
+        ]
 
     def close(self) -> None:
         """End the workers."""
         if self._backend is not None:
             self._backend.close()
             self._backend = None
+
+    def _at_home(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {self._home_names.get(name, name): size for name, size in sizes.items()}
 
     def _own(self, placement: Placement) -> Placement:
         """Return a placement on the devices of this process, or on all of them together."""

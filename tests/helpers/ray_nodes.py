@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,25 @@ def ray_nodes(count: int, processors: int = 1) -> Iterator[tuple[Any, list[Any]]
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+class Killer:
+    """Kills a node once a file exists."""
+
+    def __init__(self, cluster: Any, node: Any, flag: Path) -> None:
+        self.cluster = cluster
+        self.node = node
+        self.flag = flag
+        self.thread = threading.Thread(target=self._kill)
+        self.thread.start()
+
+    def _kill(self) -> None:
+        end = time.monotonic() + 120.0
+        while not self.flag.exists():
+            if time.monotonic() > end:
+                return
+            time.sleep(0.05)
+        self.cluster.remove_node(self.node, False)
 
 
 class InTurn:

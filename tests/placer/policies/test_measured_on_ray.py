@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,6 @@ import pytest
 import torch
 
 from envs.hardware.discover import present
-from envs.measurement import Measurement
-from envs.placement import Placement
 from placer.cli.main import main
 from placer.policies import load
 from placer.policies.measured_decoders import MeasuredDecoders, OnNodes, OnThisMachine
@@ -26,10 +20,11 @@ from placer.policies.training import Length, config_of, train
 from placer.ray_cluster.connection import RayCluster
 from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import Runs
+from tests.helpers.measured_machine import Machine, Order, TimedStep
 from tests.helpers.random_problems import random_problem
-from tests.helpers.ray_nodes import ray_nodes
+from tests.helpers.ray_nodes import Killer, ray_nodes
 from tests.helpers.tiny_training import curve
-from tests.placer.policies.test_measured_training import MODEL, Machine, Order
+from tests.placer.policies.test_measured_training import MODEL
 
 torch.set_num_threads(1)
 
@@ -39,63 +34,13 @@ FACTORS = (1.0, 3.0)
 PROBLEM = random_problem(3, ops=60, devices=2)
 
 
-@dataclass(frozen=True)
-class TimedStep:
-    """A step whose times have no noise; the third group on the doomed node does not end."""
-
-    folder: Path
-    doomed: str = ""
-
-    def loaded(self, names: Sequence[str]) -> Timed:
-        assert len(names) == 2
-        return Timed(self)
-
-
-class Timed:
-    def __init__(self, step: TimedStep) -> None:
-        self.step = step
-        self.machine = Machine(PROBLEM, FACTORS, noise=0.0)
-        self.groups = 0
-
-    def measure(self, placements: Sequence[Placement], runs: Runs) -> list[Measurement]:
-        ray: Any = pytest.importorskip("ray")
-        self.groups += 1
-        if ray.get_runtime_context().get_node_id() == self.step.doomed and self.groups == 3:
-            (self.step.folder / "runs").touch()
-            time.sleep(600.0)
-        results = self.machine.evaluate(placements)
-        return [each.measurement for each in results if each.measurement is not None]
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Killer:
-    """Kills a node once a file exists."""
-
-    def __init__(self, cluster: Any, node: Any, flag: Path) -> None:
-        self.cluster = cluster
-        self.node = node
-        self.flag = flag
-        self.thread = threading.Thread(target=self._kill)
-        self.thread.start()
-
-    def _kill(self) -> None:
-        end = time.monotonic() + 120.0
-        while not self.flag.exists():
-            if time.monotonic() > end:
-                return
-            time.sleep(0.05)
-        self.cluster.remove_node(self.node, False)
-
-
 def trained(
     out: Path, monkeypatch: pytest.MonkeyPatch, address: str = "", doomed: str = ""
 ) -> Counter[str]:
     """Return how many placements each node measured in a training, "" for this machine."""
     if address:
         cluster = RayCluster(address)
-        step = TimedStep(out.parent, doomed)
+        step = TimedStep(PROBLEM, FACTORS, out.parent, doomed)
         nodes = MeasuringNodes(cluster, present(("core:0", "core:1")))
         nodes.load(step)
         devices: Any = OnNodes(cluster, nodes, Runs())
