@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from envs.executors.cores.errors import WorkerError
 from envs.hardware.discover import is_here
 from envs.measured import FEWEST_ROUNDS, runs_s
 from envs.measurement import Measurement, contended, tied
@@ -26,9 +27,6 @@ from placer.ray_cluster.connection import RayCluster
 from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import Loadable, NodeStep, Runs
 from placer.search.candidate import Candidate, Kind
-
-if TYPE_CHECKING:
-    from graphs.extract import Workload
 
 MOST_ON_NODES: Final = 3 * MEASURED_CANDIDATES
 """Most placements that run on nodes, in as many groups as placements run here."""
@@ -74,7 +72,10 @@ class NodeRuns:
     @classmethod
     def of(cls, job: Job, nodes: MeasuringNodes, progress: Progress) -> NodeRuns:
         """Run the candidates of a loaded job."""
-        workload: Workload = job.source  # type: ignore[assignment]
+        from graphs.extract import Workload
+
+        workload = job.source
+        assert isinstance(workload, Workload)  # loaded
 
         def step(problem: Problem) -> NodeStep:
             overlap = job.search.overlap
@@ -103,7 +104,7 @@ class NodeRuns:
         self.progress.stage(f"Running placements on {len(self.nodes.names)} nodes")
         try:
             measured = self._measured(problem, candidates, groups, runs)
-        except (OSError, ValueError) as error:
+        except (WorkerError, OSError, ValueError) as error:
             self.progress.remark(f"Candidates run on this machine only: {error}.")
             return list(candidates)
         after = list(candidates)

@@ -35,9 +35,9 @@ from placer.ray_cluster.node_step import NodeStep, Runs
 from placer.search.compilation import load_compiled_code
 from placer.startup import VERSION
 
-MOST_AT_ONCE: Final = 16
+GROUP_SIZE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""
-AT_ONCE_ON_NODES: Final = 2
+GROUP_SIZE_ON_NODES: Final = 2
 """The same on a cluster, whatever the number of its nodes: more groups run side by side."""
 
 
@@ -45,7 +45,7 @@ class Measuring(Protocol):
     """Runs groups of placements, each in the same rounds of the same devices."""
 
     @property
-    def at_once(self) -> int:
+    def group_size(self) -> int:
         """Return the number of placements, beside their reference, that a group should have."""
         ...
 
@@ -61,7 +61,7 @@ class Measuring(Protocol):
 class OnThisMachine:
     """Runs one group after the other on a backend."""
 
-    at_once: int = MOST_AT_ONCE
+    group_size: int = GROUP_SIZE
 
     def __init__(self, backend: Measured) -> None:
         self._backend = backend
@@ -83,7 +83,7 @@ class OnThisMachine:
 class OnNodes:
     """Runs groups side by side on the nodes of a Ray cluster."""
 
-    at_once: int = AT_ONCE_ON_NODES
+    group_size: int = GROUP_SIZE_ON_NODES
 
     def __init__(self, cluster: RayCluster, nodes: MeasuringNodes, runs: Runs) -> None:
         """Measure on nodes of a cluster that have loaded the step."""
@@ -214,7 +214,7 @@ class MeasuredDecoders:
         self._devices.close()
 
     def _measure(self, new: Mapping[bytes, Placement]) -> None:
-        keys, most = list(new), self._devices.at_once
+        keys, most = list(new), self._devices.group_size
         groups = [keys[first : first + most] for first in range(0, len(keys), most)]
         why = self._beside_reference(groups, new)
         for group in (group for group, reason in zip(groups, why, strict=True) if reason):

@@ -21,7 +21,7 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from placer.ray_cluster.connection import LostError, NodeProcess, RayCluster, check_deaths
 from placer.ray_cluster.device_sets import DeviceSet, sets_of_all, this_machine
-from placer.ray_cluster.node_step import Loadable, Loaded, Runs
+from placer.ray_cluster.node_step import Loadable, Loaded, OtherDevicesError, Runs
 
 LOAD_S: Final = 180.0
 """Time in which a node must load the step."""
@@ -70,7 +70,9 @@ class MeasuringNodes:
         return count
 
     def load(self, step: Loadable, report: Callable[[str], None] = lambda _: None) -> None:
-        """Send a step to all sets of devices; those that others use are left out for now.
+        """Send a step to all sets of devices.
+
+        A DeviceWarning tells which are left out: others use them, or they are of other kinds.
 
         Raises:
             ValueError: a node cannot load the step.
@@ -94,6 +96,9 @@ class MeasuringNodes:
                         self._check_loaded(own, ready)
                     except LostError:
                         self._lose(own)
+                    except OtherDevicesError as error:
+                        self._lose(own)
+                        _leave_out(f"node {own.node.name} of the Ray cluster cannot: {error}")
                     else:
                         end = min(end, time.monotonic() + LATE_S)
             for own, _ in starting.values():
@@ -159,7 +164,7 @@ class MeasuringNodes:
     def _check_loaded(self, own: DeviceSet, ready: Any) -> None:
         try:
             self._cluster.result(ready)
-        except LostError:
+        except (LostError, OtherDevicesError):
             raise
         except Exception as error:
             raise ValueError(

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from graphs.extract import Workload
 
 
+class OtherDevicesError(ValueError):
+    """The devices of a node are of other kinds than those that they should stand for."""
+
+
 class Runs(NamedTuple):
     """How placements are run, see :meth:`envs.runtime.Runtime.backend`."""
 
@@ -94,7 +98,8 @@ class NodeStep:
         """Extract the step again, for devices of this process.
 
         Raises:
-            ValueError: the devices are of other kinds, or the step has other ops here.
+            OtherDevicesError: the devices are of other kinds.
+            ValueError: the step has other ops here.
         """
         return StepOnDevices(self, names)
 
@@ -109,7 +114,7 @@ class StepOnDevices:
             torch.set_num_threads(len(physical_cores()))  # Ray would have one for each processor
         for name, device in zip(names, step.cluster.devices, strict=True):
             if (kind := device_kind(name)) != device.kind:
-                raise ValueError(f"its {name} is a {kind}, not a {device.kind}")
+                raise OtherDevicesError(f"its {name} is {kind}, not {device.kind}")
         self._home = step.cluster
         self._home_names = dict(zip(names, step.cluster.names, strict=True))
         own = _renamed(step.cluster, names)

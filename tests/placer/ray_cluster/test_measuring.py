@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import DeviceWarning, discover, present
 from envs.measurement import Measurement, tied
 from envs.placement import Placement
@@ -24,7 +26,7 @@ from graphs.graph import GraphArrays
 from placer.ray_cluster.connection import Node, RayCluster
 from placer.ray_cluster.device_sets import Machine, device_sets, sets_of_all
 from placer.ray_cluster.measuring import MeasuringNodes
-from placer.ray_cluster.node_step import NodeStep, Runs
+from placer.ray_cluster.node_step import NodeStep, OtherDevicesError, Runs
 from tests.helpers.ray_nodes import ray_nodes
 
 torch.set_num_threads(1)
@@ -138,8 +140,11 @@ def test_what_is_sent_runs_on_other_devices() -> None:
 class Unloadable:
     """A step that no node can load."""
 
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     def loaded(self, names: Sequence[str]) -> Any:
-        raise KeyError("weights")
+        raise self.error
 
 
 @two_cores
@@ -155,4 +160,49 @@ def test_nodes_that_cannot_measure_are_named_in_time() -> None:
         with pytest.warns(DeviceWarning, match="offers 1, .* it measures nothing"):
             nodes = MeasuringNodes(connection, devices)
         with nodes, pytest.raises(ValueError, match=r"node \S+:\d+ .* cannot measure: 'weights'"):
-            nodes.load(Unloadable())
+            nodes.load(Unloadable(KeyError("weights")))
+        other = OtherDevicesError("its cuda:0 is another")
+        with (
+            pytest.warns(DeviceWarning, match=r"node \S+:\d+ .* cannot: its cuda:0 is another"),
+            pytest.raises(ConnectionError, match="is left to measure"),
+        ):
+            nodes.load(Unloadable(other))
+
+
+class Seen:
+    """Fails with the GPUs that its process has, once another process runs beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def loaded(self, names: Sequence[str]) -> Seen:
+        assert names == ("cuda:0", "cuda:1")
+        return self
+
+    def measure(self, placements: Sequence[Placement], runs: Runs) -> list[Measurement]:
+        visible = os.environ["CUDA_VISIBLE_DEVICES"]
+        (self.folder / visible).touch()
+        end = time.monotonic() + 60.0
+        while len([*self.folder.iterdir()]) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        return [Measurement(wall_s=np.ones(0), cpu_clock_s=np.ones(0), failure=visible)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.slow
+def test_sets_of_one_node_run_at_once_with_gpus_of_their_own(tmp_path: Path) -> None:
+    devices = [Device(name=f"cuda:{number}", kind="gpu", memory_bytes=1) for number in range(2)]
+    with ray_nodes(1) as (cluster, _):
+        cluster.add_node(num_cpus=2, num_gpus=4)
+        with RayCluster(cluster.address) as connection:
+            with pytest.warns(DeviceWarning, match="offers 0 GPUs"):
+                nodes = MeasuringNodes(connection, Cluster(name="two", devices=tuple(devices)))
+            with nodes:
+                assert nodes.at_once == 2
+                nodes.load(Seen(tmp_path))
+                found = nodes.measure([[], []], Runs())
+    visible = [set(one.failure.split(",")) for [one] in found]
+    assert visible[0] | visible[1] == {"0", "1", "2", "3"}
+    assert len({one.node for [one] in found}) == 1
