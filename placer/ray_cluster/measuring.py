@@ -119,36 +119,22 @@ class MeasuringNodes:
     ) -> list[list[Measurement]]:
         """Return the measurements of groups of placements, each with its node.
 
-        ``progress`` is called with (groups done, all groups).
+        A group in which everything fails runs once more elsewhere; if it does not fail there, the
+        devices where it did are left out. ``progress`` is called with (groups done, all groups).
 
         Raises:
             ConnectionError: all nodes were lost.
             OSError: processes that ran a group died too often.
         """
-        found: list[list[Measurement]] = [[] for _ in groups]
-        deaths = [0] * len(groups)
-        waiting = deque(range(len(groups)))
-        running: dict[Any, tuple[int, DeviceSet]] = {}
-        while waiting or running:
+        state = _Groups(groups)
+        while state.waiting or state.running:
             self._check_left()
-            while waiting and (free := self._free([own for _, own in running.values()])):
-                number = waiting.popleft()
-                answer = self._processes[free].call(_measured, list(groups[number]), runs)
-                running[answer] = number, free
+            self._begin(state, runs)
             if progress is not None:
-                progress(len(groups) - len(waiting) - len(running), len(groups))
-            for answer in self._cluster.done([*running]):
-                number, own = running.pop(answer)
-                try:
-                    measured = self._cluster.result(answer)
-                except LostError as error:
-                    self._lose(own)
-                    deaths[number] += 1
-                    check_deaths(deaths[number], error)
-                    waiting.appendleft(number)
-                else:
-                    found[number] = [replace(each, node=own.node.name) for each in measured]
-        return found
+                progress(state.done, len(groups))
+            for answer in self._cluster.done([*state.running]):
+                self._end(state, answer)
+        return state.found
 
     def close(self) -> None:
         """End all processes and their workers."""
@@ -171,22 +157,77 @@ class MeasuringNodes:
                 f"node {own.node.name} of the Ray cluster cannot measure: {error}"
             ) from error
 
-    def _free(self, running: Sequence[DeviceSet]) -> DeviceSet | None:
-        """Return a set of devices that does not run, of those that take turns."""
+    def _begin(self, state: _Groups, runs: Runs) -> None:
+        """Let groups that wait run on free devices."""
+        for number in list(state.waiting):
+            running = [own for _, own in state.running.values()]
+            if (own := self._free(running, state.failed_on.get(number))) is not None:
+                state.waiting.remove(number)
+                answer = self._processes[own].call(_measured, list(state.groups[number]), runs)
+                state.running[answer] = number, own
+
+    def _end(self, state: _Groups, answer: Any) -> None:
+        """Keep the measurements of a group, or let it wait again."""
+        number, own = state.running.pop(answer)
+        try:
+            measured = self._cluster.result(answer)
+        except LostError as error:
+            self._lose(own)
+            state.deaths[number] += 1
+            check_deaths(state.deaths[number], error)
+            state.waiting.appendleft(number)
+            return
+        state.found[number] = [replace(each, node=own.node.name) for each in measured]
+        fails = bool(measured) and all(each.failure for each in measured)
+        if fails and number not in state.failed_on:
+            state.failed_on[number] = own
+            state.waiting.append(number)
+        elif not fails and number in state.failed_on:
+            self._leave_out_broken(state.failed_on[number])
+
+    def _free(self, running: Sequence[DeviceSet], failed: DeviceSet | None) -> DeviceSet | None:
+        """Return a set of devices that does not run, of those that take turns.
+
+        The one where a group failed is only taken if there is no other.
+        """
         used = frozenset[str]().union(*(each.resources for each in running))
         for own in self._processes:
-            if not own.resources & used:
+            if not own.resources & used and (own != failed or len(self._processes) == 1):
                 self._processes[own] = self._processes.pop(own)  # last in turn
                 return own
         return None
 
+    def _leave_out_broken(self, own: DeviceSet) -> None:
+        if own in self._processes:
+            self._lose(own)
+            names = ", ".join(own.names)
+            _leave_out(f"node {own.node.name} of the Ray cluster fails to run a step on {names}")
+
     def _lose(self, own: DeviceSet) -> None:
-        self._sets.remove(own)
-        self._processes.pop(own).kill()
+        if own in self._processes:
+            self._sets.remove(own)
+            self._processes.pop(own).kill()
 
     def _check_left(self) -> None:
         if not self._processes:
             raise ConnectionError("no node of the Ray cluster is left to measure")
+
+
+class _Groups:
+    """Groups of placements, by number: those that wait, those that run, and what was measured."""
+
+    def __init__(self, groups: Sequence[Sequence[Placement]]) -> None:
+        self.groups = groups
+        self.found: list[list[Measurement]] = [[] for _ in groups]
+        self.waiting = deque(range(len(groups)))
+        self.running: dict[Any, tuple[int, DeviceSet]] = {}  # by the answer to come
+        self.deaths = [0] * len(groups)
+        self.failed_on: dict[int, DeviceSet] = {}
+
+    @property
+    def done(self) -> int:
+        """Return the number of groups that neither wait nor run."""
+        return len(self.groups) - len(self.waiting) - len(self.running)
 
 
 def _leave_out(reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 import torch
 from torch import nn
 
+from envs.backend import StepResult
 from envs.hardware.discover import present
 from envs.measurement import Measurement
 from envs.placement import Placement
 from graphs.extract import Workload
-from placer.choose import MEASURED_CANDIDATES, worth_running
+from placer.choose import MEASURED_CANDIDATES, choose, worth_running
+from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job
+from placer.pipeline.candidate_runs import CandidateRuns
 from placer.pipeline.node_runs import NodeRuns, groups_of
 from placer.progress import Silent
 from placer.ray_cluster.connection import RayCluster
@@ -70,10 +74,10 @@ class Here(AbstractContextManager["Here", None]):
     names = ("a", "b")
     at_once = 2
 
-    def __init__(self, *, error: Exception | None = None, spoilt: Placement | None = None) -> None:
+    def __init__(self, *, error: Exception | None = None, name: str = "") -> None:
         self.machine = Machine(PROBLEM, FACTORS, noise=0.0)
-        self.machine.spoilt = lambda own: own is spoilt
         self.error = error
+        self.name = name
         self.runs: list[Runs] = []
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +93,10 @@ class Here(AbstractContextManager["Here", None]):
         if self.error is not None:
             raise self.error
         found = [self.machine.evaluate(group) for group in groups]
-        return [[each.measurement for each in group if each.measurement] for group in found]
+        return [
+            [replace(each.measurement, node=self.name) for each in group if each.measurement]
+            for group in found
+        ]
 
 
 class Remarks(Silent):
@@ -150,6 +157,49 @@ def test_if_the_nodes_are_lost_all_candidates_are_left() -> None:
     after = preselected(Here(error=ConnectionError("all are lost")), progress=progress)
     assert not any(each.eliminated for each in after)
     assert progress.remarks == ["Candidates run on this machine only: all are lost."]
+
+
+class ThisMachine(AbstractContextManager["ThisMachine", None]):
+    """Stands for the runtime of this machine and its workers."""
+
+    interrupted = False
+
+    def __init__(self) -> None:
+        self.machine = Machine(PROBLEM, (1.0, 1.0), noise=0.0)  # unlike the nodes
+
+    def final_rounds(self, step_s: Sequence[float]) -> int:
+        return 0
+
+    def backend(self, *_: object, **__: object) -> ThisMachine:
+        return self
+
+    def evaluate(self, placements: Sequence[Placement], progress: object) -> list[StepResult]:
+        return self.machine.evaluate(placements)
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+
+def test_only_runs_of_this_machine_decide() -> None:
+    step: Any = TimedStep(PROBLEM, FACTORS, Path())
+    here, nodes = ThisMachine(), Here(name="10.0.0.5:9")
+    runs = CandidateRuns(
+        backend=here,  # type: ignore[arg-type]
+        interrupt=Interrupt(),
+        progress=Silent(),
+        nodes=NodeRuns(nodes=nodes, step=lambda _: step, progress=Silent()),  # type: ignore[arg-type]
+    )
+    after = runs.best(PROBLEM, candidates())
+    assert here.machine.batches == [1 + MEASURED_CANDIDATES]
+    tried = [each for each in after if each.measurement is not None]
+    assert len(tried) == len(after)
+    for each in tried:
+        assert each.measurement is not None
+        assert each.measurement.node == ("10.0.0.5:9" if each.eliminated else "")
+    left = [each for each in after if not each.eliminated]
+    assert len(left) == 1 + MEASURED_CANDIDATES
+    assert choose(after) is choose(left)
+    assert runs.final(PROBLEM, after) == after
 
 
 @two_cores

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from envs.problem import Problem
 from envs.runtime import calibrated, costed, extraction_for, runtime_for
 from graphs.extract import Workload
 from graphs.graph import GraphArrays
-from placer.ray_cluster.connection import Node, RayCluster
+from placer.ray_cluster.connection import LostError, Node, RayCluster
 from placer.ray_cluster.device_sets import Machine, device_sets, sets_of_all
 from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import NodeStep, OtherDevicesError, Runs
@@ -135,6 +136,107 @@ def test_what_is_sent_runs_on_other_devices() -> None:
         assert peaks["core:1"] > peaks["core:0"]
     finally:
         loaded.close()
+
+
+class Processes:
+    """Stands for a Ray cluster: calls run in this process, one answer at a time."""
+
+    def __init__(self, *lost: int) -> None:
+        self.lost = lost  # the calls, by number, whose process dies
+        self.answers: list[Any] = []
+        self.killed: list[str] = []
+        self.most_at_once = 0
+
+    def ask(self, function: object) -> dict[Node, Machine]:
+        del function
+        return {NODE._replace(key=key, name=key): Machine(key, (0, 1)) for key in "abc"}
+
+    def share(self, step: Any, prepare: Any) -> Any:
+        return step, prepare
+
+    def start(self, node: Node, shared: Any, *arguments: Any, cpus: int, gpus: int) -> Any:
+        assert (cpus, gpus) == (2, 0)
+        return Process(self, node, shared[0]), self.answered(None)
+
+    def answered(self, value: object) -> int:
+        self.answers.append(value)
+        return len(self.answers) - 1
+
+    def done(self, waiting: Sequence[int], *, timeout_s: float = 0.0) -> list[int]:
+        self.most_at_once = max(self.most_at_once, len(waiting))
+        return [*waiting][:1]
+
+    def result(self, answer: int) -> Any:
+        if answer in self.lost:
+            raise LostError("it died")
+        return self.answers[answer]
+
+
+class Process:
+    def __init__(self, cluster: Processes, node: Node, step: Any) -> None:
+        self.cluster = cluster
+        self.node = node
+        self.step = step
+
+    def call(self, function: object, *arguments: Any) -> int:
+        value = self.step(self.node.name, *arguments) if arguments else None
+        return self.cluster.answered(value)
+
+    def kill(self) -> None:
+        self.cluster.killed.append(self.node.name)
+
+
+def run_of(node: str, group: Sequence[Any], runs: Runs, broken: str = "") -> list[Measurement]:
+    """Return runs of placements, which stand for their step times; all fail on a broken node."""
+    times = [np.array([] if node == broken else [each]) for each in group]
+    failure = "no shared memory" if node == broken else ""
+    return [Measurement(wall_s=one, cpu_clock_s=one, failure=failure) for one in times]
+
+
+def measured_on(cluster: Any, step: Any, groups: Any) -> list[list[tuple[str, float]]]:
+    with MeasuringNodes(cluster, present(("core:0", "core:1"))) as nodes:
+        nodes.load(step)
+        found = nodes.measure(groups, Runs())
+    return [[(one.node, one.median_s) for one in group] for group in found]
+
+
+@two_cores
+def test_groups_take_turns_and_run_again_if_a_process_dies() -> None:
+    groups = [[1.0, 2.0], [3.0], [4.0], [5.0], [6.0]]
+    cluster = Processes()
+    found = measured_on(cluster, run_of, groups)
+    assert cluster.most_at_once == 3
+    assert [group[0][0] for group in found[:3]] == ["a", "b", "c"]
+    dying = Processes(4)  # three have loaded the step: the second group
+    again = measured_on(dying, run_of, groups)
+    assert dying.killed[0] == "b"
+    assert {node for group in again for node, _ in group} == {"a", "c"}
+    for one, other in zip(found, again, strict=True):
+        assert [step_s for _, step_s in one] == [step_s for _, step_s in other]
+
+
+@two_cores
+def test_if_all_nodes_die_it_is_an_error() -> None:
+    with pytest.raises(ConnectionError, match="no node of the Ray cluster is left"):
+        measured_on(Processes(3, 4, 5, 6, 7), run_of, [[1.0], [2.0], [3.0]])
+
+
+@two_cores
+def test_a_node_on_which_everything_fails_is_left_out() -> None:
+    groups = [[1.0, 2.0], [3.0], [4.0], [5.0]]
+    with pytest.warns(DeviceWarning, match="node b .* fails to run a step on core:0, core:1"):
+        found = measured_on(Processes(), partial(run_of, broken="b"), groups)
+    assert [step_s for group in found for _, step_s in group] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert "b" not in {node for group in found for node, _ in group}
+
+
+@two_cores
+def test_placements_that_fail_everywhere_leave_out_nothing() -> None:
+    def fails(node: str, group: Sequence[Any], runs: Runs) -> list[Measurement]:
+        return run_of(node, group, runs, broken=node if group == [3.0] else "")
+
+    found = measured_on(Processes(), fails, [[1.0], [3.0], [4.0]])
+    assert [group[0][1] for group in found] == [1.0, np.inf, 4.0]
 
 
 class Unloadable:
