@@ -17,7 +17,7 @@ import numpy as np
 
 from envs.executors.cores.errors import WorkerError
 from envs.hardware.discover import is_here
-from envs.measured import FEWEST_ROUNDS, runs_s
+from envs.measured import FEWEST_ROUNDS, STARTING_S, runs_s
 from envs.measurement import Measurement, contended, tied
 from envs.problem import Problem
 from placer.choose import MEASURED_CANDIDATES
@@ -28,8 +28,8 @@ from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import Loadable, NodeStep, Runs
 from placer.search.candidate import Candidate, Kind
 
-MOST_ON_NODES: Final = 3 * MEASURED_CANDIDATES
-"""Most placements that run on nodes, in as many groups as placements run here."""
+MOST_ON_NODES: Final = (3 * MEASURED_CANDIDATES, 2 * MEASURED_CANDIDATES)
+"""Most placements that run on nodes, then if time is short, in as many groups as run here."""
 
 
 @contextmanager
@@ -90,29 +90,44 @@ class NodeRuns:
     ) -> list[Candidate]:
         """Return the candidates, with all but the fastest placement of each group eliminated.
 
-        The groups depend on the predictions only, and all run within ``seconds`` or none does. If
-        the nodes are lost, or cannot load the model, nothing is eliminated.
+        The groups depend on the predictions only, and are smaller where all of them would not run
+        within ``seconds``. If the nodes are lost, or cannot load the model, nothing is eliminated.
+        Candidates that go on are no longer spare.
         """
-        groups = [group for group in groups_of(candidates) if len(group) > 1]
-        predicted_s = [sorted(candidates[i].predicted_s for i in group) for group in groups]
-        waves = math.ceil(len(groups) / self.nodes.at_once)
-        needed_s = waves * max((runs_s(each, FEWEST_ROUNDS) for each in predicted_s), default=0.0)
-        if not groups or needed_s > seconds:
+        groups, share_s = self._fitting(candidates, seconds)
+        several = [group for group in groups if len(group) > 1]
+        if not several:
             return list(candidates)
-        first_to_last_s = tuple(sorted(each for group in predicted_s for each in group))
-        runs = Runs(first_to_last_s, seconds=seconds / waves)
+        predicted_s = sorted(candidates[i].predicted_s for group in several for i in group)
         self.progress.stage(f"Running placements on {len(self.nodes.names)} nodes")
         try:
-            measured = self._measured(problem, candidates, groups, runs)
+            runs = Runs(tuple(predicted_s), seconds=share_s)
+            measured = self._measured(problem, candidates, several, runs)
         except (WorkerError, OSError, ValueError) as error:
             self.progress.remark(f"Candidates run on this machine only: {error}.")
             return list(candidates)
         after = list(candidates)
-        for group, measurements in zip(groups, measured, strict=True):
+        for i in (i for group in groups for i in group):
+            after[i] = replace(candidates[i], spare=False)
+        for group, measurements in zip(several, measured, strict=True):
+            winner = _winner(group, measurements)
             for i, one in zip(group, measurements, strict=True):
-                if i != _winner(group, measurements):
-                    after[i] = replace(candidates[i], measurement=one, eliminated=True)
+                if i != winner:
+                    after[i] = replace(after[i], measurement=one, eliminated=True)
         return after
+
+    def _fitting(
+        self, candidates: Sequence[Candidate], seconds: float
+    ) -> tuple[list[list[int]], float]:
+        """Return the largest groups that run in time, and the seconds of each; [] if none do."""
+        for most in MOST_ON_NODES:
+            groups = groups_of(candidates, most)
+            several = [[candidates[i].predicted_s for i in own] for own in groups if len(own) > 1]
+            waves = max(math.ceil(len(several) / self.nodes.at_once), 1)
+            longest_s = max((runs_s(each, FEWEST_ROUNDS) for each in several), default=0.0)
+            if STARTING_S + waves * (longest_s - STARTING_S) <= seconds:  # workers start once
+                return groups, (seconds - STARTING_S) / waves
+        return [], 0.0
 
     def _measured(
         self,
@@ -132,8 +147,8 @@ class NodeRuns:
                 self.measuring_s += time.perf_counter() - began
 
 
-def groups_of(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """Return indices of the best placements by prediction, dealt to groups in turn."""
+def groups_of(candidates: Sequence[Candidate], most: int = MOST_ON_NODES[0]) -> list[list[int]]:
+    """Return indices of the best placements by prediction, at most so many, dealt in turn."""
     placements = [
         i
         for i, each in enumerate(candidates)
@@ -142,7 +157,7 @@ def groups_of(candidates: Sequence[Candidate]) -> list[list[int]]:
         and not (each.is_single or each.is_unplaced or each.eliminated)
     ]
     placements.sort(key=lambda i: candidates[i].predicted_s)
-    placements = placements[:MOST_ON_NODES]
+    placements = placements[:most]
     return [placements[k::MEASURED_CANDIDATES] for k in range(MEASURED_CANDIDATES)]
 
 

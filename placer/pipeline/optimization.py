@@ -62,7 +62,7 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
         placer = stack.enter_context(searching(job.search))
         nodes = stack.enter_context(measuring_nodes(job, progress))
         if nodes is not None and isinstance(placer, Islands):
-            placer = replace(placer, others=MOST_ON_NODES)
+            placer = replace(placer, others=MOST_ON_NODES[0])
         step = costed_step(job, progress)
         search = CandidateSearch(
             config=job.search,

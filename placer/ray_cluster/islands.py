@@ -281,12 +281,12 @@ def _owned(candidate: Candidate) -> Candidate:
 
 
 def _numbered(others: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates named by their place after the best of their kind."""
+    """Return spare candidates, named by their place after the best of their kind."""
     counts: Counter[str] = Counter()
     found = []
     for each in others:
         counts[each.name] += 1
-        found.append(replace(each, name=f"{each.name} {counts[each.name] + 1}"))
+        found.append(replace(each, name=f"{each.name} {counts[each.name] + 1}", spare=True))
     return found
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from envs.backend import StepResult
 from envs.hardware.discover import present
+from envs.measured import FEWEST_ROUNDS, STARTING_S, runs_s
 from envs.measurement import Measurement
 from envs.placement import Placement
 from graphs.extract import Workload
@@ -141,6 +142,25 @@ def test_where_all_placements_run_here_or_time_is_short_nodes_run_nothing() -> N
     assert nodes.runs == []
 
 
+def test_where_time_is_short_groups_are_smaller() -> None:
+    def needed_s(size: int) -> float:
+        """Return what three waves of the longest group take, of which two run at once."""
+        before = candidates()
+        longest_s = runs_s([before[3 + 5 * k].predicted_s for k in range(size)], FEWEST_ROUNDS)
+        return STARTING_S + 3 * (longest_s - STARTING_S)
+
+    nodes = Here()
+    after = preselected(nodes, seconds=needed_s(3))
+    assert sum(each.measurement is not None for each in after) == COUNT - MEASURED_CANDIDATES
+    after = preselected(nodes, seconds=needed_s(3) - 0.01)
+    assert sum(each.measurement is not None for each in after) == MEASURED_CANDIDATES
+    assert [runs.seconds for runs in nodes.runs] == [
+        (needed_s(3) - STARTING_S) / 3,
+        (needed_s(3) - 0.01 - STARTING_S) / 3,
+    ]
+    assert not any(each.measurement for each in preselected(nodes, seconds=needed_s(2) - 0.01))
+
+
 def test_a_group_that_fails_sends_nothing_on() -> None:
     spoilt = candidates()[5].placement
     nodes = Here()
@@ -183,16 +203,18 @@ class ThisMachine(AbstractContextManager["ThisMachine", None]):
 def test_only_runs_of_this_machine_decide() -> None:
     step: Any = TimedStep(PROBLEM, FACTORS, Path())
     here, nodes = ThisMachine(), Here(name="10.0.0.5:9")
+    given = [replace(each, spare=i > 3) for i, each in enumerate(candidates())]
     runs = CandidateRuns(
         backend=here,  # type: ignore[arg-type]
         interrupt=Interrupt(),
         progress=Silent(),
         nodes=NodeRuns(nodes=nodes, step=lambda _: step, progress=Silent()),  # type: ignore[arg-type]
     )
-    after = runs.best(PROBLEM, candidates())
+    after = runs.best(PROBLEM, given)
+    assert not any(each.spare for each in after)
     assert here.machine.batches == [1 + MEASURED_CANDIDATES]
     tried = [each for each in after if each.measurement is not None]
-    assert len(tried) == len(after)
+    assert len(tried) == len(after) == len(given)
     for each in tried:
         assert each.measurement is not None
         assert each.measurement.node == ("10.0.0.5:9" if each.eliminated else "")
@@ -200,6 +222,8 @@ def test_only_runs_of_this_machine_decide() -> None:
     assert len(left) == 1 + MEASURED_CANDIDATES
     assert choose(after) is choose(left)
     assert runs.final(PROBLEM, after) == after
+    short = replace(runs, seconds=0.1)
+    assert len(short.best(PROBLEM, given)) == 4  # without those that are for nodes
 
 
 @two_cores

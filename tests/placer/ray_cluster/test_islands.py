@@ -112,6 +112,7 @@ def test_other_placements_of_the_islands_follow_the_best_of_each_kind() -> None:
     known = {each.devices.tobytes() for each in best}
     assert len({each.devices.tobytes() for each in others} - known) == len(others)
     assert len({each.name for each in more}) == len(more)
+    assert [each.spare for each in more] == [False] * len(best) + [True] * len(others)
     assert [each.step_ns for each in others] == sorted(each.step_ns for each in others)
 
 
