@@ -30,6 +30,9 @@ TURN_S: Final = 0.06
 """Time of the counted steps of a turn."""
 LONG_STEP_S: Final = 0.15
 """A step that takes so long is a turn, since what ran before hardly matters for it."""
+STARTING_S: Final = 0.8
+"""Time in which workers start and get the example."""
+UNCOUNTED_RUNS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +243,11 @@ def turn(run: Callable[[], TimedStep]) -> TimedStep:
 def turn_s(step_s: float) -> float:
     """Return the seconds of a turn of steps of this length."""
     return step_s if step_s >= LONG_STEP_S else step_s + max(step_s, TURN_S)
+
+
+def runs_s(steps_s: Sequence[float], rounds: int) -> float:
+    """Return about how long runs of steps take, with the start and the uncounted runs."""
+    return STARTING_S + sum(UNCOUNTED_RUNS * step_s + rounds * turn_s(step_s) for step_s in steps_s)
 
 
 class _Runs:

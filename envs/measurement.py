@@ -47,7 +47,8 @@ class Measurement:
     the peaks of what allocators of accelerators reserved for it, with the gaps between tensors:
     limits are about these. ``overfull`` is set if the
     placement failed because memory did not suffice; ``excess`` is that of a worker beyond its
-    limit.
+    limit. ``node`` names the node of a cluster where it ran, "" for this machine: measurements are
+    only compared with those of the same node.
     """
 
     wall_s: NDArray[np.float64]
@@ -58,6 +59,7 @@ class Measurement:
     overfull: bool = False
     excess: MemoryExcess | None = None
     exact: bool = False
+    node: str = ""
 
     @property
     def counts(self) -> bool:
@@ -141,6 +143,7 @@ def tied(a: Measurement, b: Measurement, *, contended: bool = False) -> bool:
     1.253 * 1.4826 * MAD(r) / sqrt(rounds). A single round shows no noise: there the difference has
     to be large.
     """
+    assert a.node == b.node, f"runs of {a.node} are not compared with those of {b.node}"
     if not (a.ok and b.ok):
         return a.ok == b.ok
     ratio = np.log(a.cpu_clock_s / b.cpu_clock_s) if contended else np.log(a.wall_s / b.wall_s)

@@ -41,7 +41,11 @@ def worth_running(
 
     A warm start and the unplaced model are always run.
     """
-    feasible = [i for i, each in enumerate(candidates) if np.isfinite(each.predicted_s)]
+    feasible = [
+        i
+        for i, each in enumerate(candidates)
+        if np.isfinite(each.predicted_s) and not each.eliminated
+    ]
     by_time = sorted(feasible, key=lambda i: candidates[i].predicted_s)
     singles: dict[str, int] = {}
     for i in by_time:
@@ -123,7 +127,8 @@ def worth_running_too(found: Sequence[Candidate], before: Sequence[Candidate]) -
 
     The predictions of both are by the same costs.
     """
-    ran = [each for each in before if each.measurement is not None and each.can_run]
+    tried = [each for each in before if each.measurement is not None and not each.eliminated]
+    ran = [each for each in tried if each.can_run]
     least_s = min(each.predicted_s for each in ran if not each.is_unplaced)
     hopeless_s = min(each.ranking_s(contended=False) for each in ran) * (1 + OFF)
     others = [each for each in found if not (each.is_single or each.is_unplaced)]

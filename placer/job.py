@@ -26,7 +26,7 @@ from graphs.selection import ConstraintError, keep_together, pin
 from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
-from placer.ray_cluster.connection import address_of
+from placer.ray_cluster.address import address_of
 from placer.search.objectives import Objective
 from placer.search.portfolio import Proposer
 from placer.search.registry import DEFAULT, placer_named, uses_policy
@@ -110,8 +110,9 @@ class SearchConfig:
                 for each core that this process may run on, at most MOST_WORKERS; with evaluations
                 it is 1, and other numbers find other placements, but the same ones every time.
                 ``"ray"`` searches on the Ray cluster at ``$RAY_ADDRESS`` or one on this machine,
-                ``"ray://HOST:PORT"`` on that one: with evaluations the result is the same on every
-                cluster.
+                ``"ray://HOST:PORT"`` on that one: with evaluations the search finds the same on
+                every cluster. Where several nodes have devices of the same kinds, they run more
+                placements first, and the fastest of them run on this machine.
 
         Raises:
             ValueError: a value is invalid, does not exist, or contradicts another.

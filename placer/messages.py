@@ -221,7 +221,7 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
     ran = [
         (each, runs)
         for each in candidates
-        if (runs := each.measurement) is not None and runs.has_cpu_clock
+        if (runs := each.measurement) is not None and runs.has_cpu_clock and not runs.node
     ]
     if not contended:
         only_unplaced = all(each.is_unplaced for each in candidates)

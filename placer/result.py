@@ -253,6 +253,7 @@ class Result:
                 **_clocks(runs),
                 "spread": runs.spread,
                 **_peaks(runs),
+                **({"node": runs.node} if runs.node else {}),
             }
         step_s = candidate.times_s.get("step_s", candidate.predicted_s)
         return {

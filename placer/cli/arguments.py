@@ -116,7 +116,7 @@ def workers(text: str) -> int | str:
     """Parse a number of workers, or the Ray cluster that they are on."""
     if text.isdecimal():
         return count(text)
-    from placer.ray_cluster.connection import address_of
+    from placer.ray_cluster.address import address_of
 
     try:
         address_of(text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from envs.backend import Backend, measurements
 from envs.executors.cores.errors import WorkerError
-from envs.measured import FEWEST_ROUNDS, DevicesLostError, turn_s
+from envs.measured import FEWEST_ROUNDS, DevicesLostError, runs_s
 from envs.problem import Problem
 from placer.choose import (
     MEASURED_CANDIDATES,
@@ -24,6 +24,7 @@ from placer.choose import (
 )
 from placer.interrupt import Interrupt
 from placer.messages import long_runs
+from placer.pipeline.node_runs import NodeRuns
 from placer.progress import Progress, counter
 from placer.search.candidate import Candidate, Kind
 
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 FINAL_STARTS: Final = 2
 """Number of times that workers are started for the last runs."""
-STARTING_S: Final = 0.8
-"""Time in which workers start and get the example."""
-UNCOUNTED_RUNS: Final = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,13 +41,15 @@ class CandidateRuns:
     """Runs candidates on the devices of a runtime, or on the user's own backend.
 
     Its runs take ``seconds`` of wall time, unless a baseline and one placement need more for one
-    round. ``unconfirmed`` tells whether few rounds decided, for want of time.
+    round. ``unconfirmed`` tells whether few rounds decided, for want of time. With ``nodes`` of a
+    cluster more placements run there first, and the fastest of them here.
     """
 
     backend: Runtime | Backend
     interrupt: Interrupt
     progress: Progress
     seconds: float = math.inf
+    nodes: NodeRuns | None = None
     unconfirmed: bool = False
     _spent_s: float = 0.0
 
@@ -67,11 +67,14 @@ class CandidateRuns:
         headroom over a single device, only the baselines are run. Where time is short, fewer
         candidates are run, then all in one round, then only the best placement and baseline.
         """
+        if self.nodes is not None and has_headroom(candidates, lower_bound_s):
+            candidates = self._preselected(self.nodes, problem, candidates)
+        candidates = [each for each in candidates if not each.spare]
         chosen, rounds = self._plan(problem, candidates, lower_bound_s)
         if not chosen:
             return list(candidates)
         steps_s = [candidates[i].predicted_s for i in chosen]
-        needed_s = _run_s(steps_s, rounds)
+        needed_s = runs_s(steps_s, rounds)
         if needed_s > self.left_s:
             self.progress.remark(long_runs(needed_s, max(self.left_s, 0.0)))
         if rounds == 1:
@@ -93,9 +96,20 @@ class CandidateRuns:
         plans.append((options[-1], FEWEST_ROUNDS, self.left_s))
         plans += [(chosen, 1, self.left_s) for chosen in (options[-1], fewest)]
         for chosen, rounds, seconds in plans:
-            if _run_s([candidates[i].predicted_s for i in chosen], rounds) <= seconds:
+            if runs_s([candidates[i].predicted_s for i in chosen], rounds) <= seconds:
                 break
         return chosen, rounds
+
+    def _preselected(
+        self, nodes: NodeRuns, problem: Problem, candidates: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Run placements on nodes, in a third of the time; return all, the slower eliminated."""
+        before_s = nodes.measuring_s
+        found = nodes.preselected(problem, candidates, self.left_s / 3)
+        if (spent_s := nodes.measuring_s - before_s) > 0.0:
+            self._spent_s += spent_s
+            self.progress.stage("Running the best for real")
+        return found
 
     def has_time_for_further(self, before: Sequence[Candidate]) -> bool:
         """Return whether one more placement could run beside the best of those that ran."""
@@ -122,7 +136,10 @@ class CandidateRuns:
         if self.interrupt.requested:
             return before
         others = [each for each in before if each not in kept]
-        others = [replace(each, measurement=None) if each.can_run else each for each in others]
+        others = [
+            replace(each, measurement=None) if each.can_run and not each.eliminated else each
+            for each in others
+        ]
         return sorted([*after, *others], key=lambda each: each.predicted_s)
 
     def final(self, problem: Problem, before: list[Candidate]) -> list[Candidate]:
@@ -174,12 +191,12 @@ class CandidateRuns:
 
     def _final_starts(self, steps_s: Sequence[float]) -> int:
         """Return how often workers start for the last runs: as often as the fewest rounds fit."""
-        needed_s = _run_s(steps_s, FEWEST_ROUNDS)
+        needed_s = runs_s(steps_s, FEWEST_ROUNDS)
         return next((n for n in range(FINAL_STARTS, 0, -1) if n * needed_s <= self.left_s), 0)
 
     def _fit(self, steps_s: Sequence[float]) -> bool:
         """Return whether the fewest rounds take half of the rest of the time at most."""
-        return _run_s(steps_s, FEWEST_ROUNDS) <= self.left_s / 2
+        return runs_s(steps_s, FEWEST_ROUNDS) <= self.left_s / 2
 
     def _run(
         self,
@@ -213,14 +230,9 @@ class CandidateRuns:
         return after
 
 
-def _run_s(steps_s: Sequence[float], rounds: int) -> float:
-    """Return about how long runs of steps take, with the start and the uncounted runs."""
-    return STARTING_S + sum(UNCOUNTED_RUNS * step_s + rounds * turn_s(step_s) for step_s in steps_s)
-
-
 def _kept(before: Sequence[Candidate]) -> list[Candidate]:
     """Return what runs again beside a second search: the best placement and the baselines."""
-    ran = [each for each in before if each.measurement and each.can_run]
+    ran = [each for each in before if each.measurement and each.can_run and not each.eliminated]
     several = [each for each in ran if not (each.is_single or each.is_unplaced)]
     best = choose(several or ran)
     always = (Kind.UNPLACED, Kind.WARM_START)

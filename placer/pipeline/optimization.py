@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -31,7 +32,9 @@ from placer.job import Job, SearchConfig
 from placer.pipeline.calibration import Calibration, calibration_of
 from placer.pipeline.candidate_runs import CandidateRuns
 from placer.pipeline.candidate_search import CandidateSearch, grouped, searching
+from placer.pipeline.node_runs import MOST_ON_NODES, NodeRuns, measuring_nodes
 from placer.progress import Progress, Silent
+from placer.ray_cluster.islands import Islands
 from placer.result import Result
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code_in_a_stage
@@ -54,7 +57,12 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
     simulated step time decides.
     """
     progress = progress or Silent()
-    with Interrupt() as interrupt, searching(job.search) as placer:
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        placer = stack.enter_context(searching(job.search))
+        nodes = stack.enter_context(measuring_nodes(job, progress))
+        if nodes is not None and isinstance(placer, Islands):
+            placer = replace(placer, others=MOST_ON_NODES[0])
         step = costed_step(job, progress)
         search = CandidateSearch(
             config=job.search,
@@ -71,6 +79,7 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
             unplaced=unplaced_problems(step, job, progress),
             extraction=step.extraction,
             cost_source=step.graph.graph["cost_source"],
+            nodes=None if nodes is None else NodeRuns.of(job, nodes, progress),
         ).run()
 
 
@@ -100,6 +109,7 @@ class _Optimization:
     problem: Problem
     search: CandidateSearch
     unplaced: list[Problem] = field(default_factory=list)  # of the same step, left unplaced
+    nodes: NodeRuns | None = None
     extraction: Extraction | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
@@ -132,6 +142,7 @@ class _Optimization:
                         interrupt=interrupt,
                         progress=progress,
                         seconds=config.measuring_s if backend is self.search.runtime else math.inf,
+                        nodes=self.nodes,
                     )
                 )
         except KeyboardInterrupt:

@@ -1,11 +1,16 @@
-"""Costs of scheduler weights on real devices: reward of a training with measured steps."""
+"""Costs of scheduler weights on real devices: reward of a training with measured steps.
+
+The devices are those of this machine, or sets of devices of the same kinds on a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +29,76 @@ from graphs.extract import ExtractionError, Workload
 from graphs.extract.eager import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
+from placer.ray_cluster.connection import RayCluster
+from placer.ray_cluster.measuring import MeasuringNodes
+from placer.ray_cluster.node_step import NodeStep, Runs
 from placer.search.compilation import load_compiled_code
 from placer.startup import VERSION
 
-MOST_AT_ONCE: Final = 16
+GROUP_SIZE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""
+GROUP_SIZE_ON_NODES: Final = 2
+"""The same on a cluster, whatever the number of its nodes: more groups run side by side."""
+
+
+class Measuring(Protocol):
+    """Runs groups of placements, each in the same rounds of the same devices."""
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of placements, beside their reference, that a group should have."""
+        ...
+
+    def measure(self, groups: Sequence[Sequence[Placement]]) -> list[list[Measurement]]:
+        """Return the measurements of each group."""
+        ...
+
+    def close(self) -> None:
+        """Release the devices."""
+        ...
+
+
+class OnThisMachine:
+    """Runs one group after the other on a backend."""
+
+    group_size: int = GROUP_SIZE
+
+    def __init__(self, backend: Measured) -> None:
+        self._backend = backend
+
+    def measure(self, groups: Sequence[Sequence[Placement]]) -> list[list[Measurement]]:
+        """See :class:`Measuring`."""
+        found = []
+        for group in groups:
+            found.append(measurements(self._backend.evaluate(group)))
+            if self._backend.interrupted:
+                raise KeyboardInterrupt
+        return found
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._backend.close()
+
+
+class OnNodes:
+    """Runs groups side by side on the nodes of a Ray cluster."""
+
+    group_size: int = GROUP_SIZE_ON_NODES
+
+    def __init__(self, cluster: RayCluster, nodes: MeasuringNodes, runs: Runs) -> None:
+        """Measure on nodes of a cluster that have loaded the step."""
+        self._cluster = cluster
+        self._nodes = nodes
+        self._runs = runs
+
+    def measure(self, groups: Sequence[Sequence[Placement]]) -> list[list[Measurement]]:
+        """See :class:`Measuring`."""
+        return self._nodes.measure(groups, self._runs)
+
+    def close(self) -> None:
+        """Stop the workers of all nodes, and disconnect."""
+        self._nodes.close()
+        self._cluster.close()
 
 
 class MeasuredDecoders:
@@ -37,24 +107,25 @@ class MeasuredDecoders:
     A cost is the reference's step time times the measured ratio to it. The reference is the fastest
     measured one of single device, HEFT and ETF, and runs in the same rounds as every placement;
     within noise of it the ratio is 1. So neither the machine's load nor its noise is rewarded. A
-    placement is measured once. ``item`` is the problem with measured step times of its heuristics.
+    placement is measured once. ``item`` is the problem with measured step times of its heuristics,
+    ``measured`` counts the placements that were run by node, "" for this machine.
     """
 
-    def __init__(self, item: Exercise, runtime: Runtime, backend: Measured) -> None:
-        """Measure the heuristics; the backend is closed with the decoders."""
+    def __init__(self, item: Exercise, runtime: Runtime, devices: Measuring) -> None:
+        """Measure the heuristics; the devices are released with the decoders."""
         self.evaluator = item.evaluator
         self._problem = item.evaluator.problem
         self._simulator = Simulator(self._problem, memory=False)
         self._runtime = runtime
-        self._backend = backend
+        self._devices = devices
         self._ratios: dict[bytes, float] = {}
-        self.measured = 0  # placements that were run
+        self.measured: Counter[str] = Counter()
         known = [c for c in item.known if is_reference(c)]
         fitting = [c for c in known if c.step_ns < OVERFULL_NS]
         if not fitting:
             raise ValueError("no heuristic placement fits into memory: add a device")
         placements = [self._placement(c.devices, c.priority) for c in fitting]
-        runs = self._run([placement for _, placement in placements])
+        [runs] = self._devices.measure([[placement for _, placement in placements]])
         busy = contended(runs)
         steps_s = [run.step_s(contended=busy) for run in runs]
         best = int(np.argmin(steps_s))
@@ -75,35 +146,49 @@ class MeasuredDecoders:
 
     @classmethod
     def of(
-        cls, step: Workload, cluster: Cluster, report: Callable[[str], None] = lambda _: None
+        cls,
+        step: Workload,
+        cluster: Cluster,
+        report: Callable[[str], None] = lambda _: None,
+        ray_address: str | None = None,
     ) -> MeasuredDecoders:
         """Extract a step, measure its ops, start its devices; ``report`` each stage.
 
-        Speeds of the devices are calibrated if ``cluster`` has no links.
+        Speeds of the devices are calibrated if ``cluster`` has no links. With an address, "" for
+        the default one, nodes of a Ray cluster run the placements.
         """
         check_devices(cluster.names)
         if len(cluster) < 2:
             raise ValueError("on one device there is nothing to learn: name two or more")
         check_has_memory(step)
-        report("extracting the graph")
-        extraction = extraction_for(step, cluster.names)
-        runtime = runtime_for(extraction, cluster)
-        if not runtime.places:
-            raise ExtractionError(extraction.core_refusal)
-        report("measuring op costs")
-        cluster = cluster if cluster.links else calibrated(cluster)
-        graph = costed(runtime, runtime.graph, cluster)
-        problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
-        load_compiled_code()
-        report("measuring the heuristics")
-        item = exercise(problem, "measured")
-        step_s = item.reference_ns / 1e9
-        backend = runtime.backend(problem, [step_s, 10.0 * step_s])
-        try:
-            return cls(item, runtime, backend)
-        except BaseException:
-            backend.close()
-            raise
+        with ExitStack() as stack:
+            if ray_address is not None:
+                report("connecting to the Ray cluster")
+                ray_cluster = stack.enter_context(RayCluster(ray_address))
+                nodes = stack.enter_context(MeasuringNodes(ray_cluster, cluster))
+            report("extracting the graph")
+            extraction = extraction_for(step, cluster.names)
+            runtime = runtime_for(extraction, cluster)
+            if not runtime.places:
+                raise ExtractionError(extraction.core_refusal)
+            report("measuring op costs")
+            cluster = cluster if cluster.links else calibrated(cluster)
+            graph = costed(runtime, runtime.graph, cluster)
+            problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
+            load_compiled_code()
+            item = exercise(problem, "measured")
+            predicted_s = (item.reference_ns / 1e9, item.reference_ns / 1e8)
+            devices: Measuring
+            if ray_address is None:
+                devices = OnThisMachine(runtime.backend(problem, predicted_s))
+                stack.callback(devices.close)
+            else:
+                nodes.load(NodeStep.of(step, problem, cluster), report)
+                devices = OnNodes(ray_cluster, nodes, Runs(predicted_s))
+            report("measuring the heuristics")
+            decoders = cls(item, runtime, devices)
+            stack.pop_all()  # the decoders close what was opened
+        return decoders
 
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
@@ -126,35 +211,36 @@ class MeasuredDecoders:
 
     def close(self) -> None:
         """Stop the workers."""
-        self._backend.close()
+        self._devices.close()
 
     def _measure(self, new: Mapping[bytes, Placement]) -> None:
-        keys = list(new)
-        for first in range(0, len(keys), MOST_AT_ONCE):
-            some = keys[first : first + MOST_AT_ONCE]
-            if self._beside_reference(some, new):
-                # One of them may have taken the devices down with it: try each by itself.
-                why = [self._beside_reference([key], new) for key in some]
-                if all(why) and not self._run([self._reference])[0].ok:
-                    raise WorkerError(f"the best heuristic cannot be run: {why[-1]}")
+        keys, most = list(new), self._devices.group_size
+        groups = [keys[first : first + most] for first in range(0, len(keys), most)]
+        why = self._beside_reference(groups, new)
+        for group in (group for group, reason in zip(groups, why, strict=True) if reason):
+            # One of them may have taken the devices down with it: try each by itself.
+            reasons = self._beside_reference([[key] for key in group], new)
+            if all(reasons) and not self._devices.measure([[self._reference]])[0][0].ok:
+                raise WorkerError(f"the best heuristic cannot be run: {reasons[-1]}")
 
-    def _beside_reference(self, keys: Sequence[bytes], new: Mapping[bytes, Placement]) -> str:
-        """Measure placements with the reference; return why it failed, and with it all of them."""
-        reference, *runs = self._run([self._reference, *(new[key] for key in keys)])
-        self._remember(keys, runs, reference)
-        return "" if reference.ok else reference.failure or "it was not measured"
-
-    def _run(self, placements: Sequence[Placement]) -> list[Measurement]:
-        runs = measurements(self._backend.evaluate(placements))
-        if self._backend.interrupted:
-            raise KeyboardInterrupt
-        return runs
+    def _beside_reference(
+        self, groups: Sequence[Sequence[bytes]], new: Mapping[bytes, Placement]
+    ) -> list[str]:
+        """Measure groups with the reference; return why it failed in each, with the group."""
+        placements = [[self._reference, *(new[key] for key in group)] for group in groups]
+        reasons = []
+        for group, (reference, *runs) in zip(
+            groups, self._devices.measure(placements), strict=True
+        ):
+            self._remember(group, runs, reference)
+            reasons.append("" if reference.ok else reference.failure or "it was not measured")
+        return reasons
 
     def _remember(
         self, keys: Sequence[bytes], runs: Sequence[Measurement], reference: Measurement
     ) -> None:
         """Store the ratios of placements to the reference that ran in the same rounds."""
-        self.measured += len(runs)
+        self.measured[reference.node] += len(runs)
         busy = contended([reference, *runs])
         for key, run in zip(keys, runs, strict=True):
             if not run.ok or not reference.ok:

@@ -1,1 +1,1 @@
-"""Searching and training on the nodes of a Ray cluster (extra: cluster)."""
+"""Searching, measuring and training on the nodes of a Ray cluster (extra: cluster)."""

@@ -5,28 +5,18 @@ Tasks are stateless, so that another node can redo those of a node that dies, wi
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
+from placer.ray_cluster.address import SCHEME, connect, last_line, signal_handlers_kept
 from placer.startup import VERSION
 
 MOST_DEATHS: Final = 5
 """Times that the process or the node of a task may die."""
-LOOPBACK: Final = "127.0.0.1"
-SCHEME: Final = "ray://"
-PORT: Final = 6379
-"""Port of the head of a cluster that ``ray start --head`` starts."""
-ANSWER_S: Final = 8.0
-"""Time in which the head of a cluster must answer."""
 START_S: Final = 60.0
 """Time in which every node must run a first task: its process has to start."""
 POLL_S: Final = 0.2
@@ -39,7 +29,37 @@ class Shared(NamedTuple):
     """A value that tasks use, and the function that prepares it once in every process."""
 
     reference: list[Any]  # in a list: Ray would fetch the value with every task
-    prepare: Callable[[Any], Any]
+    prepare: Callable[..., Any]
+
+
+class Node(NamedTuple):
+    """A node of the cluster with the processors and GPUs that it offers; it runs tasks by name."""
+
+    key: str
+    name: str  # HOST:PORT
+    cpus: int
+    gpus: int
+
+
+class LostError(Exception):
+    """The process that ran something died, or its node, or the result died with its node."""
+
+
+class NodeProcess:
+    """A process of a node that holds a prepared value; its calls run one after the other."""
+
+    def __init__(self, ray: Any, actor: Any, node: Node) -> None:
+        self._ray = ray
+        self._actor = actor
+        self.node = node
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> Any:
+        """Begin ``function(value, *arguments)``; return its result to come."""
+        return self._actor.call.remote(function, *arguments)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._ray.kill(self._actor)
 
 
 class RayCluster:
@@ -69,8 +89,8 @@ class RayCluster:
         address = address or os.environ.get("RAY_ADDRESS", "")
         try:
             if self._connected:
-                with _signal_handlers_kept():
-                    _connect(ray, address.removeprefix(SCHEME))
+                with signal_handlers_kept():
+                    connect(ray, address.removeprefix(SCHEME))
             self._versions = versions()
             # Ray itself would repeat what the memory of a node does not suffice for, for ever.
             self._run = ray.remote(num_cpus=1, max_retries=0)(_run)
@@ -95,7 +115,7 @@ class RayCluster:
         """Return the number of processors of all nodes that are alive."""
         return int(self._ray.cluster_resources().get("CPU", 0))
 
-    def share(self, value: object, prepare: Callable[[Any], Any]) -> Shared:
+    def share(self, value: object, prepare: Callable[..., Any]) -> Shared:
         """Return a value for tasks, which each process fetches and prepares once."""
         return Shared([self._ray.put(value)], prepare)
 
@@ -129,10 +149,10 @@ class RayCluster:
                 for reference in done:
                     number = waiting.pop(reference)
                     try:
-                        found[number] = self._result(reference)
-                    except self._losses as error:
+                        found[number] = self.result(reference)
+                    except LostError as error:
                         deaths[number] += 1
-                        _check_deaths(deaths[number], error)
+                        check_deaths(deaths[number], error)
                         waiting[begin(number)] = number
                 if waiting and not self.processors:
                     raise ConnectionError("the Ray cluster has lost all nodes with processors")
@@ -141,24 +161,47 @@ class RayCluster:
                 self._ray.cancel(reference)
         return found
 
-    @property
-    def _losses(self) -> tuple[type[Exception], ...]:
-        """Return the errors of a task whose process died, or whose result died with its node."""
+    def start(
+        self, node: Node, shared: Shared, *arguments: Any, cpus: int, gpus: int
+    ) -> tuple[NodeProcess, Any]:
+        """Start a process on a node, which reserves processors and GPUs of it.
+
+        Its value is what the shared one is prepared to, with ``arguments``. Returns the process
+        and its first result to come, None.
+        """
+        options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, **_only_on(node)}
+        actor = self._ray.remote(_Holder).options(**options).remote()
+        ready = actor.prepare.remote(self._versions, node.name, shared, *arguments)
+        return NodeProcess(self._ray, actor, node), ready
+
+    def done(self, waiting: Sequence[Any], *, timeout_s: float = POLL_S) -> list[Any]:
+        """Return those of the results to come that have come, at once if there are any."""
+        if not waiting:
+            return []
+        done, _ = self._ray.wait([*waiting], timeout=timeout_s)
+        return list(done)
+
+    def result(self, reference: Any) -> Any:
+        """Return a result that has come, or raise its error.
+
+        Raises:
+            LostError: its process died.
+            OSError: it could not even begin.
+        """
         errors = self._ray.exceptions
-        return (
+        losses = (
             errors.WorkerCrashedError,
             errors.OutOfMemoryError,
             errors.NodeDiedError,
             errors.ObjectLostError,
+            errors.ActorDiedError,
+            errors.ActorUnavailableError,
+            errors.ActorUnschedulableError,
         )
-
-    def _result(self, reference: Any) -> Any:
-        """Return the result of a finished task, or raise its error."""
-        errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
-        except self._losses:
-            raise
+        except losses as error:
+            raise LostError(_first_line(error)) from error
         except errors.RayError as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, ImportError | errors.RayError):  # it did not even begin
@@ -167,61 +210,59 @@ class RayCluster:
                 ) from error
             raise cause from error
 
-    def _check_nodes(self) -> None:
-        """Run a task on each node with processors, which raises an error for other versions."""
-        strategies: Any = import_module("ray.util.scheduling_strategies")
-        names = {
-            node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    @property
+    def nodes(self) -> list[Node]:
+        """Return the nodes with processors that are alive."""
+        return [
+            Node(
+                key=node["NodeID"],
+                name=f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}",
+                cpus=int(node["Resources"]["CPU"]),
+                gpus=int(node["Resources"].get("GPU", 0)),
+            )
             for node in self._ray.nodes()
             if node["Alive"] and node["Resources"].get("CPU")
-        }
-        if not names:
+        ]
+
+    def ask(self, function: Callable[[], T]) -> dict[Node, T]:
+        """Return ``function()`` of each node with processors, without those that die meanwhile.
+
+        Raises:
+            ConnectionError: there is no such node, or one of them does not answer in time.
+            ValueError: a node cannot run the function.
+        """
+        nodes = self.nodes
+        if not nodes:
             raise ConnectionError("the Ray cluster has no node with a processor")
-        task = self._ray.remote(num_cpus=0, max_retries=0)(versions)
-        waiting = {
-            task.options(
-                scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(key, soft=False)
-            ).remote(): name
-            for key, name in names.items()
-        }
+        task = self._ray.remote(num_cpus=0, max_retries=0)(function)
+        waiting = {task.options(**_only_on(node)).remote(): node for node in nodes}
         end = time.monotonic() + START_S
+        answers: dict[Node, T] = {}
+        errors = self._ray.exceptions
         while waiting:
             left_s = max(end - time.monotonic(), 0.0)
             done, _ = self._ray.wait([*waiting], timeout=left_s)
             if not done:
                 raise ConnectionError(
-                    f"node {next(iter(waiting.values()))} of the Ray cluster runs no task within "
-                    f"{START_S:g} s"
+                    f"node {next(iter(waiting.values())).name} of the Ray cluster runs no task "
+                    f"within {START_S:g} s"
                 )
-            self._check_node(waiting.pop(done[0]), done[0])
+            node = waiting.pop(done[0])
+            try:
+                answers[node] = self._ray.get(done[0])
+            except (errors.NodeDiedError, errors.TaskUnschedulableError, errors.WorkerCrashedError):
+                continue  # it is gone, and with it the tasks that it would get
+            except errors.RayError as error:
+                raise ValueError(
+                    f"node {node.name} of the Ray cluster cannot run placer {VERSION}: "
+                    f"{last_line(error)}"
+                ) from error
+        return answers
 
-    def _check_node(self, name: str, answer: Any) -> None:
-        errors = self._ray.exceptions
-        try:
-            theirs = self._ray.get(answer)
-        except (errors.NodeDiedError, errors.TaskUnschedulableError, errors.WorkerCrashedError):
-            return  # it is gone, and with it the tasks that it would get
-        except errors.RayError as error:
-            raise ValueError(
-                f"node {name} of the Ray cluster cannot run placer {VERSION}: {_last_line(error)}"
-            ) from error
-        check_versions(name, self._versions, theirs)
-
-
-def address_of(workers: str) -> str:
-    """Return the address in ``"ray://HOST:PORT"``, "" for ``"ray"``.
-
-    >>> address_of("ray://node7:6379")
-    'node7:6379'
-    """
-    host, _, port = workers.removeprefix(SCHEME).rpartition(":")
-    if workers == "ray":
-        return ""
-    if not (workers.startswith(SCHEME) and host and port.isdecimal()):
-        raise ValueError(
-            f"workers is {workers!r}, neither a number nor 'ray' or '{SCHEME}HOST:{PORT}'"
-        )
-    return f"{host}:{port}"
+    def _check_nodes(self) -> None:
+        """Raise an error if a node has other versions."""
+        for node, theirs in self.ask(versions).items():
+            check_versions(node.name, self._versions, theirs)
 
 
 def versions() -> dict[str, str]:
@@ -240,109 +281,24 @@ def check_versions(node: str, ours: Mapping[str, str], theirs: Mapping[str, str]
             )
 
 
-def _check_deaths(deaths: int, last: Exception) -> None:
+def check_deaths(deaths: int, last: LostError) -> None:
+    """Raise OSError if what ran a task died too often."""
     if deaths >= MOST_DEATHS:
         raise OSError(
             f"a task died {deaths} times on the Ray cluster: is there memory for one on each "
-            f"processor of every node? The last time: {_first_line(last)}"
+            f"processor of every node? The last time: {last}"
         ) from last
 
 
-def _connect(ray: Any, address: str) -> None:
-    if not address:
-        _start_ray(ray)
-        return
-    if address != "auto":
-        _check_answers(address)
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConnectionError(
-            f"the Ray cluster at {address} cannot be used: {_last_line(error)}"
-        ) from error
-
-
-def _check_answers(address: str) -> None:
-    """Raise an error within ANSWER_S seconds if Ray cannot connect, which itself takes a minute."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"{address!r} is no address of a Ray cluster: give {SCHEME}HOST:{PORT}")
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(
-            f"nothing answers at {address}, where a Ray cluster should be: {error}"
-        ) from error
-    outcomes: list[Exception | None] = []
-    probe = threading.Thread(target=_probe, args=(address, outcomes), daemon=True)
-    probe.start()
-    probe.join(ANSWER_S)
-    if not outcomes:
-        raise ConnectionError(
-            f"what answers at {address} is no head of a Ray cluster; its port is {PORT} unless "
-            "ray start got another"
-        )
-    if outcomes[0] is not None:
-        raise ConnectionError(
-            f"this machine is no node of the Ray cluster at {address}: start one with "
-            f"ray start --address={address}"
-        ) from outcomes[0]
-
-
-def _probe(address: str, outcomes: list[Exception | None]) -> None:
-    """Append why this machine is no node of the cluster, or None; nothing if it does not answer."""
-    raylet: Any = import_module("ray._raylet")
-    services: Any = import_module("ray._private.services")
-    try:
-        client = raylet.GcsClient(address=address)
-    except Exception:  # noqa: BLE001 - whatever it is, nothing has answered
-        return
-    try:
-        services.get_node_to_connect_for_driver(client, timeout_seconds=ANSWER_S / 2)
-    except RuntimeError as error:
-        outcomes.append(error)
-    else:
-        outcomes.append(None)
-
-
-def _start_ray(ray: Any) -> None:
-    """Start a cluster that listens on this machine only, because its clients can run any code."""
-    constants: Any = import_module("ray._private.ray_constants")
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False  # else Ray listens on a network address
-    try:
-        ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-    addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
-    if addresses != {LOOPBACK}:
-        ray.shutdown()
-        raise ConnectionError(
-            f"Ray listens on {', '.join(sorted(addresses))}, where others may reach it: start a "
-            "cluster yourself and give its address"
-        )
-
-
-@contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _only_on(node: Node) -> dict[str, Any]:
+    """Return the options of a task that no other node may run."""
+    strategies: Any = import_module("ray.util.scheduling_strategies")
+    affinity = strategies.NodeAffinitySchedulingStrategy(node.key, soft=False)
+    return {"scheduling_strategy": affinity}
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 _prepared: dict[str, Any] = {}
@@ -359,3 +315,19 @@ def _run(expected: Mapping[str, str], shared: Shared, function: Callable[..., T]
         _prepared.clear()
         _prepared[key] = shared.prepare(ray.get(reference))
     return function(_prepared[key], *task)
+
+
+class _Holder:
+    """In a process of a node: a value, and what is called with it."""
+
+    def prepare(
+        self, expected: Mapping[str, str], node: str, shared: Shared, *arguments: Any
+    ) -> None:
+        """Prepare the value; the versions of the node may have changed since it was checked."""
+        check_versions(node, expected, versions())
+        [reference] = shared.reference
+        self._value = shared.prepare(import_module("ray").get(reference), *arguments)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what the function returns for the value."""
+        return function(self._value, *arguments)

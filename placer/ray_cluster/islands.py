@@ -8,6 +8,7 @@ cluster.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -17,7 +18,7 @@ import numpy as np
 from envs.problem import Problem
 from envs.simulator.max_load import max_load_ns
 from placer.ray_cluster.connection import START_S
-from placer.search.candidate import Candidate, Kind
+from placer.search.candidate import Candidate, Kind, distinct
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
@@ -73,11 +74,13 @@ class IslandTask(NamedTuple):
 class Islands:
     """Runs a placer on several islands of a cluster at once, in rounds.
 
-    Each search has a seed of its own and starts from the best placement of all rounds before.
+    Each search has a seed of its own and starts from the best placement of all rounds before. With
+    ``others`` so many more candidates are returned, of the same kinds with other devices.
     """
 
     placer: Placer
     nodes: Nodes
+    others: int = 0
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -85,7 +88,7 @@ class Islands:
         return self.placer.objectives
 
     def place(self, request: SearchRequest) -> list[Candidate]:
-        """Return the best candidate of each kind, best first.
+        """Return the best candidate of each kind, best first, and then others.
 
         What finished searches found is kept when a stop is requested, or all other nodes are lost.
         """
@@ -101,7 +104,7 @@ class Islands:
         )
         shared = self.nodes.share((self.placer, plain), prepared)
         self._load(request, shared)
-        search = _Search(request)
+        search = _Search(request, self.others)
         try:
             for number in range(rounds_of(request.budget)):
                 if search.meter.over():
@@ -111,7 +114,7 @@ class Islands:
             if not search.best:
                 raise
         request.report(1.0, "done")
-        return search.best or _heuristics(request)
+        return [*search.best, *_numbered(search.others)] or _heuristics(request)
 
     def _load(self, request: SearchRequest, shared: Any) -> None:
         """Start a process on each processor, which loads compiled code."""
@@ -138,10 +141,12 @@ class Islands:
 class _Search:
     """The best candidates of all rounds so far, and the budget."""
 
-    def __init__(self, request: SearchRequest) -> None:
+    def __init__(self, request: SearchRequest, most_others: int) -> None:
         self.request = request
+        self.most_others = most_others
         self.meter: Meter = request.meter()
         self.best: list[Candidate] = []  # one of each kind and name, best first
+        self.others: list[Candidate] = []  # with other devices, best first
 
     def tasks(self, number: int, processors: int) -> list[IslandTask]:
         """Return the searches of a round, at least one."""
@@ -169,10 +174,14 @@ class _Search:
         Evaluator.count(evaluations)
         request = self.request
         best: dict[tuple[Kind, str], Candidate] = {}
-        own = [*self.best, *map(_owned, candidates)]
-        for each in ranked_by(request.objective, request.problem, own):
+        own = [*self.best, *self.others, *map(_owned, candidates)]
+        ranking = ranked_by(request.objective, request.problem, own)
+        for each in ranking:
             best.setdefault((each.kind, each.name), each)
         self.best = [*best.values()]
+        known = {each.devices.tobytes() for each in self.best}
+        others = [each for each in ranking if each.devices.tobytes() not in known]
+        self.others = distinct(others, self.most_others)
 
     def note(self) -> None:
         """Report the best candidate so far."""
@@ -269,6 +278,16 @@ def _owned(candidate: Candidate) -> Candidate:
     devices.setflags(write=False)
     priority.setflags(write=False)
     return replace(candidate, devices=devices, priority=priority)
+
+
+def _numbered(others: Sequence[Candidate]) -> list[Candidate]:
+    """Return spare candidates, named by their place after the best of their kind."""
+    counts: Counter[str] = Counter()
+    found = []
+    for each in others:
+        counts[each.name] += 1
+        found.append(replace(each, name=f"{each.name} {counts[each.name] + 1}", spare=True))
+    return found
 
 
 def _cost_ns(request: SearchRequest, candidate: Candidate) -> int:

@@ -58,7 +58,7 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
     for candidate in shown:
         measured = _measured_cells(candidate.measurement, candidate.failure) if ran else []
         table.add_row(
-            f"{CHOSEN if candidate is result.best else ' '} {candidate.name}",
+            f"{CHOSEN if candidate is result.best else ' '} {_named(candidate)}",
             _ms(candidate.predicted_s),
             *measured,
             _speed_up(result, candidate),
@@ -85,6 +85,12 @@ def _shown(result: Result) -> list[Candidate]:
     single.sort(key=lambda candidate: (candidate not in first, candidate.predicted_s))
     left_out = {id(candidate) for candidate in single[MOST_SINGLES:]}
     return [candidate for candidate in result.candidates if id(candidate) not in left_out]
+
+
+def _named(candidate: Candidate) -> str:
+    """Return the name, with the node of a cluster that ran it."""
+    node = "" if candidate.measurement is None else candidate.measurement.node
+    return f"{candidate.name} on {node}" if node else candidate.name
 
 
 def _legend(result: Result, ran: bool) -> str:

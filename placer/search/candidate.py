@@ -67,8 +67,9 @@ class Candidate:
     the search proved: INFEASIBLE_NS if none is feasible, None if nothing was proved.
 
     Later steps add the ``prediction``, which the properties below require, and the ``measurement``
-    if it was run; ``eliminated`` if only faster ones were run once more. Decisions depend on
-    ``kind``, never on the display name.
+    if it was run; ``eliminated`` if only faster ones were run once more. A ``spare`` one, worse by
+    prediction than others of its kind, is for nodes of a cluster that run many. Decisions depend
+    on ``kind``, never on the display name.
     """
 
     kind: Kind
@@ -80,6 +81,7 @@ class Candidate:
     prediction: Prediction | None = None
     measurement: Measurement | None = None
     eliminated: bool = False
+    spare: bool = False
 
     @property
     def is_single(self) -> bool:

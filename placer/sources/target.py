@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from graphs.extract import Workload
 
 
+MODULE: Final = "placer_target_"
+"""Begins the names of the modules of targets, which no other process can import."""
 INSTALLED_AS: Final = {
     "cv2": "opencv-python",
     "PIL": "pillow",
@@ -131,6 +133,11 @@ def load_function(reference: str) -> Callable[..., object]:
     return _function(_module(Path(path)), name, path)
 
 
+def target_modules() -> list[ModuleType]:
+    """Return the modules of the files of targets that were loaded."""
+    return [module for name, module in sys.modules.items() if name.startswith(MODULE)]
+
+
 def load_graph_target(target: str) -> nx.DiGraph[str]:
     """Read the graph file that a target names."""
     try:
@@ -156,7 +163,7 @@ def _function_named(target: str) -> tuple[Path, str]:
 def _module(path: Path) -> ModuleType:
     if not path.is_file():
         raise TargetError(missing_file(path))
-    spec = importlib.util.spec_from_file_location(f"placer_target_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)

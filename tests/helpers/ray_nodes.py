@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 
 @contextmanager
-def ray_nodes(count: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a cluster of nodes with one processor each, and all of them but the head."""
+def ray_nodes(count: int, processors: int = 1) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a cluster of nodes with so many processors each, and all of them but the head."""
     ray: Any = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "wait": False})
+    head = {"num_cpus": processors, "wait": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
     try:
-        others = [cluster.add_node(wait=False, num_cpus=1) for _ in range(count - 1)]
+        others = [cluster.add_node(wait=False, num_cpus=processors) for _ in range(count - 1)]
         cluster.wait_for_nodes(timeout=300)
         yield cluster, others
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+class Killer:
+    """Kills a node once a file exists."""
+
+    def __init__(self, cluster: Any, node: Any, flag: Path) -> None:
+        self.cluster = cluster
+        self.node = node
+        self.flag = flag
+        self.thread = threading.Thread(target=self._kill)
+        self.thread.start()
+
+    def _kill(self) -> None:
+        end = time.monotonic() + 120.0
+        while not self.flag.exists():
+            if time.monotonic() > end:
+                return
+            time.sleep(0.05)
+        self.cluster.remove_node(self.node, False)
 
 
 class InTurn:

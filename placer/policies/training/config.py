@@ -11,7 +11,7 @@
     first_seed = 0
     device = "cpu"                 # of the network: cpu | cuda
     workers = 0                    # processes for decoding, 0: only this one; or a Ray cluster:
-                                   # "ray" or "ray://HOST:PORT"
+                                   # "ray" or "ray://HOST:PORT", for decoding or for measuring
     checkpoint_rollouts = 20       # rollouts between checkpoints
 
     [length]                       # of each seed
@@ -48,7 +48,7 @@ from placer.policies.network import GENERALIST
 from placer.policies.pool import Clusters, families
 from placer.policies.records import Items, Within, check_ranges, plain, record
 from placer.policies.rewards import TOGETHER
-from placer.ray_cluster.connection import address_of
+from placer.ray_cluster.address import address_of
 
 FORMAT: Final = "placer-training/1"
 MOST_SEEDS: Final = 1_000_000
@@ -175,12 +175,17 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if isinstance(self.workers, str):
-            address_of(self.workers)
+        on_ray = self.ray_address is not None
         if self.backend == "measured":
-            for name in ("workers", "stage", "test"):
+            for name in ("stage", "test") if on_ray else ("workers", "stage", "test"):
                 if getattr(self, name) != getattr(SIMULATED, name):
-                    raise ValueError(f"{name}: with backend measured leave it out")
+                    instead = ", or name a Ray cluster" if name == "workers" else ""
+                    raise ValueError(f"{name}: with backend measured leave it out{instead}")
+
+    @property
+    def ray_address(self) -> str | None:
+        """Return the address of the Ray cluster to use, "" for the default; None without."""
+        return address_of(self.workers) if isinstance(self.workers, str) else None
 
     @property
     def graph_bytes(self) -> int:

@@ -27,7 +27,6 @@ from envs.hardware.discover import available_memory_bytes
 from envs.hardware.torch_devices import one_thread
 from graphs.strict_json import number, text, whole
 from graphs.strict_json import table as as_table
-from placer.policies.decoders import Decoders
 from placer.policies.network import FORMAT, path_of
 from placer.policies.records import differences, plain
 from placer.policies.training.config import MEASURED as MEASURED_CONFIG
@@ -43,6 +42,7 @@ from placer.state_file import StateFileError, read_state, write_state
 if TYPE_CHECKING:
     from envs.hardware.cluster import Cluster
     from graphs.extract import Workload
+    from placer.policies.measured_decoders import MeasuredDecoders
 
 CHECKPOINT_FORMAT: Final = "placer-checkpoint/4"
 RATIOS: Final = "ratios"
@@ -72,7 +72,7 @@ def train(
     if path.exists() and not fresh:
         checkpoint = read_checkpoint(path, config.essence())
     with ExitStack() as stack:
-        decoders: Decoders | None = None
+        decoders: MeasuredDecoders | None = None
         if measured is None:
             stack.enter_context(one_thread())  # measured models use all
             report(0.0, "drawing graphs")
@@ -80,7 +80,9 @@ def train(
         else:
             from placer.policies.measured_decoders import MeasuredDecoders
 
-            decoders = MeasuredDecoders.of(*measured, lambda text: report(0.0, text))
+            decoders = MeasuredDecoders.of(
+                *measured, lambda text: report(0.0, text), config.ray_address
+            )
             stack.enter_context(closing(decoders))
             curriculum = Curriculum.of_one(decoders.item)
         if checkpoint is not None and checkpoint.graphs != _digest(config, curriculum):
@@ -94,6 +96,8 @@ def train(
         together = task.together([finished[i].tensors for i in kept], curriculum.tests)
         card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
     card["together"] = table(curriculum.tests, *together)
+    if decoders is not None and config.ray_address is not None:
+        card["measured_on"] = dict(decoders.measured)
     task.save(out, card, [finished[i].tensors for i in kept])
     path.unlink(missing_ok=True)
     return card

@@ -20,7 +20,6 @@ from placer.policies.scheduler_env import SchedulerBatch, pool_scale
 from placer.policies.training.config import TrainingConfig
 from placer.policies.training.learner import Learner, exported, imported
 from placer.policies.training.scores import baselines, scores
-from placer.ray_cluster.connection import address_of
 
 TRAINING_SEED: Final = 1_000_000
 STAGE_SEEDS: Final = 10_000_000
@@ -144,6 +143,9 @@ def _joined(name: str, card: Mapping[str, Any], tensors: Sequence[Mapping[str, A
 
 def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
     evaluators = [item.evaluator for item in curriculum.pool]
-    if isinstance(config.workers, str):
-        return RayTasks(evaluators, address_of(config.workers))
-    return Processes(evaluators, config.workers) if config.workers else InProcess(evaluators)
+    if config.ray_address is not None:
+        return RayTasks(evaluators, config.ray_address)
+    count = config.workers
+    return (
+        Processes(evaluators, count) if isinstance(count, int) and count else InProcess(evaluators)
+    )

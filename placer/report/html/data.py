@@ -145,7 +145,9 @@ class Runs:
         return "cpu-clock" if self.result.contended or not by_wall else "measured"
 
     def times(self, row: Candidate) -> dict[str, Any] | None:
-        """Return median, quartiles and shortest time of the steps; None if it was not run."""
+        """Return median, quartiles and shortest time of the steps; None if it was not run here."""
+        if row.measurement is not None and row.measurement.node:
+            return None
         if row.measurement is not None:
             return _times(row.measurement, contended=self.clock == "cpu-clock")
         prefix = self._prefix(row)

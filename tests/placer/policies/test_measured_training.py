@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from envs.backend import StepResult
 from envs.executors.cores.errors import WorkerError
-from envs.measurement import Measurement
-from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator import Simulator
-from envs.simulator.schedule import run_order
 from graphs.extract import Workload
 from placer.cli.main import main
 from placer.policies import load
-from placer.policies.measured_decoders import MeasuredDecoders
+from placer.policies.measured_decoders import MeasuredDecoders, OnThisMachine
 from placer.policies.pool import CANNOT_RUN, exercise
 from placer.policies.rewards import WORST_REWARD
 from placer.policies.scheduler_env import SchedulerEnv
 from placer.policies.training import Length, config_of, train
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
+from tests.helpers.measured_machine import Machine, Order
 from tests.helpers.random_problems import random_problem
 
 torch.set_num_threads(1)
@@ -48,55 +42,13 @@ def build():
 """
 
 
-class Machine:
-    """A backend whose devices are slower than simulated, by a factor each, with 0.1 % noise."""
-
-    interrupted = False
-
-    def __init__(self, problem: Problem, factors: Sequence[float]) -> None:
-        slower = np.rint(problem.cost_ns * np.array(factors)).astype(np.int64)
-        self.simulator = Simulator(replace(problem, cost_ns=slower), memory=False)
-        self.broken = False
-        self.spoilt: Callable[[Placement], bool] = lambda _: False
-        self.times_spoilt: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
-        self.batches: list[int] = []
-        self.rng = np.random.default_rng(0)
-
-    def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
-        """Return nine rounds of each."""
-        self.batches.append(len(placements))
-        spoilt = [self.spoilt(own) for own in placements]
-        if self.broken or (any(spoilt) and self.times_spoilt is None):
-            nothing = np.array([])
-            failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
-            return [StepResult.of_measurement(failed, {})] * len(placements)
-        steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
-        runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
-        if self.times_spoilt is not None:
-            runs = [
-                self.times_spoilt(run) if bad else run
-                for run, bad in zip(runs, spoilt, strict=True)
-            ]
-        return [
-            StepResult.of_measurement(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs
-        ]
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Order:
-    """The order of ops on such a machine."""
-
-    order = staticmethod(lambda problem, schedule: run_order(problem, schedule.start_ns))
-
-
 def decoders_on(
     factors: Sequence[float], problem: Problem | None = None
 ) -> tuple[MeasuredDecoders, Machine]:
     problem = problem or random_problem(3, ops=60, devices=len(factors))
     machine, order = Machine(problem, factors), Order()
-    return MeasuredDecoders(exercise(problem, "measured"), order, machine), machine  # type: ignore[arg-type]
+    devices = OnThisMachine(machine)  # type: ignore[arg-type]
+    return MeasuredDecoders(exercise(problem, "measured"), order, devices), machine  # type: ignore[arg-type]
 
 
 def test_costs_are_those_of_the_machine_and_not_of_the_simulator() -> None:

@@ -25,7 +25,7 @@ from placer.policies.evaluation import Suite
 from placer.policies.pool import Clusters, draw_exercise
 from placer.policies.records import Within, differences, plain, record
 from placer.policies.rewards import relative_rewards
-from placer.policies.training import load_config
+from placer.policies.training import config_of, load_config
 from placer.policies.training.config import Ppo, Stage, TrainingConfig
 from tests.helpers.folders import ROOT
 from tests.helpers.tiny_training import TINY, TWO_STAGES, toml
@@ -46,6 +46,12 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
     path.write_text(toml(TWO_STAGES))
     assert load_config(path) == TWO_STAGES
     assert record(TrainingConfig, plain(TWO_STAGES)) == TWO_STAGES
+
+
+def test_measured_steps_may_be_those_of_a_cluster() -> None:
+    config = config_of(backend="measured", workers="ray://node7:6379")
+    assert config.ray_address == "node7:6379"
+    assert config_of(backend="measured").ray_address is None
 
 
 @pytest.mark.parametrize(

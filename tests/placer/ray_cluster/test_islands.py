@@ -101,6 +101,21 @@ def test_the_number_of_processors_does_not_change_a_search_by_evaluations() -> N
     assert found[0] == found[1]
 
 
+def test_other_placements_of_the_islands_follow_the_best_of_each_kind() -> None:
+    request = SearchRequest(PROBLEM, THOUSAND, seed=1)
+    best = Islands(placer_named("portfolio"), InTurn()).place(request)
+    more = Islands(placer_named("portfolio"), InTurn(), others=6).place(request)
+    names = [(each.name, each.step_ns) for each in more]
+    assert names[: len(best)] == [(each.name, each.step_ns) for each in best]
+    others = more[len(best) :]
+    assert 1 <= len(others) <= 6
+    known = {each.devices.tobytes() for each in best}
+    assert len({each.devices.tobytes() for each in others} - known) == len(others)
+    assert len({each.name for each in more}) == len(more)
+    assert [each.spare for each in more] == [False] * len(best) + [True] * len(others)
+    assert [each.step_ns for each in others] == sorted(each.step_ns for each in others)
+
+
 def test_seconds_are_those_of_all_rounds_and_of_a_search_on_each_processor() -> None:
     recorded = Recorded()
     request = SearchRequest(PROBLEM, Budget(seconds=8.0), clock=lambda: 0.0)
