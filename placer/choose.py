@@ -142,7 +142,8 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
 
     A candidate that is slower than the unplaced model or the best single device, or within noise of
     it, never wins. On a busy machine the unplaced model on several cores, which has wall times
-    only, is compared with nothing. Where it was not run, it is the answer only without a placement.
+    only, is compared with nothing, unless it is the only baseline: then all are by wall times.
+    Where it was not run, it is the answer only without a placement.
     """
     tried = [each for each in candidates if each.measurement is not None and not each.eliminated]
     if not tried:
@@ -155,6 +156,9 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     if not ran:
         raise PlacementError(messages.all_failed(tried))
     busy = runs_contended(tried)
+    baselines = [each for each, _ in ran if each.is_single or each.is_unplaced]
+    if baselines and not any(each.is_comparable(contended=busy) for each in baselines):
+        return _simplest_of_fastest(ran, contended=False)
     comparable = [run for run in ran if run[0].is_comparable(contended=busy)]
     return _simplest_of_fastest(comparable or ran, contended=busy)
 

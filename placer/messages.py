@@ -246,8 +246,8 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
 
 
 def long_runs(needed_s: float, seconds: float) -> str:
-    """Return that a single round takes longer than it may."""
-    return f"Steps are long: a round takes about {needed_s:.0f} s instead of {seconds:.0f} s."
+    """Return that the shortest runs take longer than they may."""
+    return f"Steps are long: the runs take about {needed_s:.0f} s instead of {seconds:.0f} s."
 
 
 def few_rounds(best: Candidate) -> str:

@@ -187,13 +187,11 @@ def in_loop(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
 
         def measured() -> float:
             end_idle_threads()
-            pool.run(number)
             return pool.run(number).wall_s
 
         def trained() -> float:
-            for _ in range(2):
-                seconds = timed(step.model, partial(placed.step, *step.inputs))
-                optimizer.step()
+            seconds = timed(step.model, partial(placed.step, *step.inputs))
+            optimizer.step()
             return seconds
 
         return compared(f"{name}, placed.step / workers", measured, trained, pairs, found)

@@ -12,11 +12,12 @@ import pytest
 
 from envs.backend import StepResult
 from envs.executors.cores.errors import WorkerError
+from envs.hardware.cluster import Cluster, Device
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem, toy_problem
 from envs.runtime import Runtime
-from placer.choose import choose, finalists
+from placer.choose import choose, finalists, runs_contended
 from placer.interrupt import Interrupt
 from placer.pipeline.candidate_runs import CandidateRuns
 from placer.progress import Silent
@@ -33,6 +34,7 @@ DEVICES = {
 }
 KIND_OF = {devices.tobytes(): kind for kind, devices in DEVICES.items()}
 FIRST_S = {SINGLE: 2.0, HEFT: 1.2, ANNEALING: 1.0, POLICY: 1.4}
+JOINED = Device(name="core:0-1", kind="core", memory_bytes=1 << 34)
 AGAIN_S = {SINGLE: 2.0, ANNEALING: 1.3}
 
 
@@ -287,6 +289,27 @@ def test_where_time_is_shorter_one_round_runs_then_one_baseline_only(
     assert [0 if each.measurement is None else rounds_of(each) for each in ran] == rounds
 
 
+@pytest.mark.parametrize(("placed_s", "wins"), [(8.0, False), (1.0, True)])
+def test_beside_torchs_threads_alone_wall_times_count_on_a_busy_machine(
+    placed_s: float, wins: bool
+) -> None:
+    """Threads have no CPU clock, by which the placement would be compared with nothing."""
+    single, _, fastest, _ = candidates()
+    all_cores = Cluster(name="all", devices=(JOINED,))
+    joined = Placement.of(PROBLEM.graph, all_cores, DEVICES[SINGLE], np.zeros(COUNT))
+    assert single.prediction is not None
+    itself = replace(
+        single,
+        kind=Kind.UNPLACED,
+        prediction=replace(single.prediction, placement=replace(joined, unplaced=True)),
+        measurement=Measurement(wall_s=np.array([2.0]), cpu_clock_s=np.array([np.nan])),
+    )
+    assert itself.is_on_threads
+    runs = Measurement(wall_s=np.array([placed_s]), cpu_clock_s=np.array([placed_s / 1.8]))
+    assert runs_contended([placed := _with(fastest, runs), itself])
+    assert choose([placed, itself]) is (placed if wins else itself)
+
+
 @pytest.mark.parametrize(("single_s", "count"), [(2.1, 2), (1.9, 3)])
 def test_where_time_is_short_a_device_slower_than_the_model_itself_is_not_run(
     single_s: float, count: int
@@ -325,7 +348,7 @@ def test_runs_that_take_longer_than_their_time_are_announced() -> None:
             )
             runs.best(PROBLEM, candidates())
     [remark] = remarks
-    assert "a round takes about 10 s instead of 9 s" in remark
+    assert "the runs take about 10 s instead of 9 s" in remark
 
 
 @pytest.mark.parametrize(("lead", "rounds"), [(1.2, [3]), (1.1, [3, 5, 5])])

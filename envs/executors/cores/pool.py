@@ -293,9 +293,9 @@ class WorkerPool:
         open_ends = {id(w.connection): d for d, w in enumerate(self._workers)}
         while len(answers) < len(self._workers):
             waiting = [w.connection for d, w in enumerate(self._workers) if d not in answers]
-            # The last one is waited for by its pipe, which has a limit of its own.
-            last = len(waiting) == 1
-            ready = waiting if last else wait(waiting, max(0.0, deadline - time.monotonic()))
+            # A single worker is waited for by its pipe, which has the same limit.
+            alone = len(self._workers) == 1
+            ready = waiting if alone else wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
             for d in (open_ends[id(connection)] for connection in ready):
