@@ -122,7 +122,7 @@ def leave_unplaced(
         unplaced.measurement.step_s(contended=contended),
     )
     if tied(fastest.measurement, unplaced.measurement, contended=contended):
-        return f"{nothing} The fastest placement, {fastest.name}, is within noise ({ratio:.2f}x)."
+        return f"{nothing} {fastest.name}, the fastest placement, took {ratio:.2f} as long: a tie."
     return f"{nothing} It is {ratio:.2f}x faster than the fastest placement, {fastest.name}."
 
 
@@ -231,7 +231,7 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
             "This machine was busy, and only wall times compare the model on several cores: run "
             "again when `placer machine` says good."
         )
-    slower = float(np.median([runs.contention for _, runs in ran]))
+    slower = float(np.median([runs.contention for each, runs in ran if not each.is_unplaced]))
     alone = ", ".join(
         f"{runs.contention:.3g} x on {each.placement.device_names[each.devices[0]]}"
         for each, runs in ran

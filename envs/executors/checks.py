@@ -113,9 +113,8 @@ def matched_leaves(step: Workload, inputs: Sequence[Any], keywords: Mapping[str,
     """
     batch = leaves_by_path(inputs, keywords)
     examples = leaves_by_path(step.step_inputs, step.keywords)
-    for path in batch:
-        if path not in examples:
-            raise ValueError(f"the batch holds {_named(step, path)}, the example inputs do not")
+    if new := [_named(step, path) for path in batch if path not in examples]:
+        raise ValueError(f"the batch holds {' and '.join(new)}, the example inputs do not")
     for path, example in examples.items():
         if path not in batch:
             raise ValueError(f"the batch lacks {_named(step, path)} of the example inputs")
