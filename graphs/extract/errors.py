@@ -265,14 +265,14 @@ def custom_backward_checked(
     """Raise, while a training step runs, if an extractor cannot follow its backward pass.
 
     Reentrant checkpointing, which no extractor can follow, is a StepError. ``functions`` is called
-    in place of functions with a backward of their own, except torch's; with ``saving``, hooks on
-    saved tensors are refused, as in activation checkpointing.
+    in place of functions with a backward of their own, except torch's, and hooks on gradients are
+    refused then; with ``saving``, those on saved tensors are, as in activation checkpointing.
     """
     if not step.training:
         yield
         return
     name = type(step.model).__name__
-    enter = saved_tensors_hooks.__enter__
+    enter, register = saved_tensors_hooks.__enter__, torch.Tensor.register_hook
     transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
 
     def here() -> str:
@@ -306,14 +306,27 @@ def custom_backward_checked(
             )
         enter(hooks)
 
+    def checked_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if functions is not None and torch.is_grad_enabled():
+            raise ExtractionError(
+                f"{name} changes or reads a gradient by a hook{here()} (Tensor.register_hook), "
+                "which only a recording shows (dispatch)"
+            )
+        return register(tensor, hook)
+
     # Torch has no hook for these calls, so functions are replaced meanwhile: those that
     # Function.apply calls, since a model may hold that itself (``gelu = GeLU.apply``).
     with contextlib.ExitStack() as restored:
-        restored.callback(delattr, _SingleLevelFunction, "apply")
+        before = vars(_SingleLevelFunction).get("apply")
+        if before is None:
+            restored.callback(delattr, _SingleLevelFunction, "apply")
+        else:  # one of these contexts is within another
+            restored.callback(setattr, _SingleLevelFunction, "apply", before)
         _SingleLevelFunction.apply = classmethod(checked_apply)  # type: ignore[attr-defined]
         for owner, attribute, checked in (
             (autograd_function, "custom_function_call", checked_transformed),
             (saved_tensors_hooks, "__enter__", checked_enter),
+            (torch.Tensor, "register_hook", checked_hook),
         ):
             restored.callback(setattr, owner, attribute, getattr(owner, attribute))
             setattr(owner, attribute, checked)

@@ -115,6 +115,7 @@ class KeptFunctions:
             raise unkept_function(cls, "reads tensors that it does not get as arguments")
         if not _is_recordable(result):
             raise unkept_function(cls, "returns something else than tensors")
+        self._check_backward(cls, tensors, result)
         tracer = mode.tracer
         own, keywords = tree_map(tracer.unwrap_proxy, (tuple(args), dict(kwargs)))
         call = (len(self._calls), *own)
@@ -122,6 +123,29 @@ class KeptFunctions:
         track_tensor_tree(result, proxy, constant=None, tracer=tracer)
         self._calls.append(OwnFunction(cls, watch.is_random))
         return result
+
+    def _check_backward(
+        self, cls: type[Function], tensors: Sequence[torch.Tensor], result: Any
+    ) -> None:
+        """Run the backward of a call; raise ExtractionError if it writes into the arguments.
+
+        AOTAutograd would trace it without a word and leave out what it writes.
+        """
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = [output for output in leaves if output.requires_grad]
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        if not (outputs and inputs):
+            return
+        before = [(tensor._version, id(tensor.grad)) for tensor in tensors]
+        self._is_running = True
+        try:
+            with _below_export():
+                ones = [torch.ones_like(output) for output in outputs]
+                torch.autograd.grad(outputs, inputs, ones, allow_unused=True, retain_graph=True)
+        finally:
+            self._is_running = False
+        if [(tensor._version, id(tensor.grad)) for tensor in tensors] != before:
+            raise unkept_function(cls, "writes into its inputs in its backward pass")
 
     def restore(self, module: fx.GraphModule) -> None:
         """Put the functions into an exported module in place of what stands for them."""

@@ -245,6 +245,30 @@ def closing_over_in_backward(m: Any, x: Tensor) -> Any:
     return Closed.apply(m.first(x))  # type: ignore[no-untyped-call]
 
 
+class Counting(Function):
+    """The same numbers; backward adds up the gradients in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
+        ctx.total = total
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.total.add_(gradient.abs().mean())
+        return gradient, None
+
+
+def counting(m: Any, x: Tensor) -> Any:
+    return Counting.apply(m.first(x), m.norm.running_mean)  # type: ignore[no-untyped-call]
+
+
+def hooked(m: Any, x: Tensor) -> Any:
+    y = m.first(x)
+    y.register_hook(lambda gradient: 5 * gradient)
+    return y.sigmoid()
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "in place": (
         lambda m, x: InPlace.apply(m.first(x) + 1),  # type: ignore[no-untyped-call]
@@ -258,6 +282,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x: Listed.apply(m.first(x))[0],  # type: ignore[no-untyped-call]
         "returns something else than tensors",
     ),
+    "in place in backward": (counting, "writes into its inputs in its backward pass"),
+    "hook on a gradient": (hooked, r"by a hook .*Tensor\.register_hook"),
     "closure": (closing_over, "reads tensors that it does not get as arguments"),
     "closure in backward": (closing_over_in_backward, "cannot be exported"),
     "values": (lambda m, x: Either.apply(m.first(x)), "depends on the values"),  # type: ignore[no-untyped-call]
@@ -268,12 +294,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_more_than_a_computation_on_its_arguments_is_recorded(name: str) -> None:
     function, reason = REFUSED[name]
-    extraction = extract(own_step(function))
+    step = own_step(function, norm=nn.BatchNorm1d(8))
+    extraction = extract(step)
     assert extraction.extractor == "dispatch"
     [tried] = extraction.fell_back
     assert tried.reason.count(".py") == 1  # the line of the model
     with pytest.raises(ExtractionError, match=reason):
-        extract(own_step(function), "export")
+        extract(step, "export")
     one_process.assert_runs_as_eager(extraction, exact=True)
 
 
