@@ -99,7 +99,7 @@ def overfull(candidates: Sequence[Candidate]) -> bool:
     several = [
         each.measurement
         for each in candidates
-        if each.measurement and not (each.is_single or each.is_unplaced)
+        if each.measurement and not (each.is_single or each.is_unplaced or each.eliminated)
     ]
     return bool(several) and all(measurement.overfull for measurement in several)
 
@@ -131,7 +131,7 @@ def worth_running_too(found: Sequence[Candidate], before: Sequence[Candidate]) -
     ran = [each for each in tried if each.can_run]
     least_s = min(each.predicted_s for each in ran if not each.is_unplaced)
     hopeless_s = min(each.ranking_s(contended=False) for each in ran) * (1 + OFF)
-    others = [each for each in found if not (each.is_single or each.is_unplaced)]
+    others = [each for each in found if not (each.is_single or each.is_unplaced or each.spare)]
     limit_s = min(least_s * (1 - WORTHWHILE), hopeless_s)
     faster = [each for each in others if each.predicted_s < limit_s]
     return distinct(sorted(faster, key=lambda each: each.predicted_s), FURTHER_CANDIDATES)

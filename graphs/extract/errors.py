@@ -272,7 +272,14 @@ def custom_backward_checked(
         yield
         return
     name = type(step.model).__name__
-    enter, register = saved_tensors_hooks.__enter__, torch.Tensor.register_hook
+    for path, module in step.model.named_modules() if functions is not None else ():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ExtractionError(
+                f"{path or name} has a hook for its backward pass (register_full_backward_hook), "
+                "which only a recording shows (dispatch)"
+            )
+    enter = saved_tensors_hooks.__enter__
+    register: Callable[..., Any] = vars(torch.Tensor)["register_hook"]
     transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
 
     def here() -> str:

@@ -233,6 +233,12 @@ def check_step(step: Workload) -> None:
             f"{name} has no parameter that requires a gradient, so there is nothing to train; "
             "place inference"
         )
+    for path, tensor in state.items():
+        if tensor._backward_hooks:
+            raise StepError(
+                f"{path} of {name} has a hook on its gradient (register_hook), which a placed step "
+                "would not call; remove it, and change the gradient after the step"
+            )
     for module, path in module_paths(step).items():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and module.weight.requires_grad:

@@ -106,11 +106,14 @@ class NodeRuns:
         except (WorkerError, OSError, ValueError) as error:
             self.progress.remark(f"Candidates run on this machine only: {error}.")
             return list(candidates)
+        winners = [_winner(*each) for each in zip(several, measured, strict=True)]
+        if all(winner is None for winner in winners):
+            self.progress.remark("Candidates run on this machine only: all failed on the nodes.")
+            return list(candidates)
         after = list(candidates)
         for i in (i for group in groups for i in group):
             after[i] = replace(candidates[i], spare=False)
-        for group, measurements in zip(several, measured, strict=True):
-            winner = _winner(group, measurements)
+        for group, measurements, winner in zip(several, measured, winners, strict=True):
             for i, one in zip(group, measurements, strict=True):
                 if i != winner:
                     after[i] = replace(after[i], measurement=one, eliminated=True)

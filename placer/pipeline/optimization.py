@@ -243,6 +243,7 @@ class _Optimization:
         return next((each for each in problems if each.cluster.names == names), self.problem)
 
     def _result(self, measuring_s: float) -> Result:
+        self.candidates = [each for each in self.candidates if not each.spare]
         best, search = choose(self.candidates), self.search
         return Result(
             placement=best.placement,

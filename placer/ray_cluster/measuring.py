@@ -27,6 +27,8 @@ LOAD_S: Final = 180.0
 """Time in which a node must load the step."""
 LATE_S: Final = 60.0
 """Time that other nodes have to load it after the first one has."""
+MOST_SETS: Final = 16
+"""Sets of devices to use at most: each loads the model, and more would rarely have a group."""
 CLOSE_S: Final = 5.0
 """Time in which processes of nodes may end their workers."""
 
@@ -44,7 +46,8 @@ class MeasuringNodes:
             ConnectionError: a node does not answer.
         """
         self._cluster = cluster
-        self._sets, lacking = sets_of_all(cluster.ask(this_machine), devices.names)
+        found, lacking = sets_of_all(cluster.ask(this_machine), devices.names)
+        self._sets = found[:MOST_SETS]
         for reason in lacking:
             _leave_out(reason)
         self._processes: dict[DeviceSet, NodeProcess] = {}  # that have loaded the step, in turn
@@ -88,14 +91,18 @@ class MeasuringNodes:
                 )
                 starting[ready] = own, process
             while starting and time.monotonic() < end:
-                report(f"loading the model on {len(starting)} of {len(self._sets)} sets of devices")
+                report(f"loading the model on {len(starting)} more sets of devices")
                 for ready in self._cluster.done([*starting]):
                     own, process = starting.pop(ready)
                     self._processes[own] = process
                     try:
                         self._check_loaded(own, ready)
-                    except LostError:
+                    except LostError as error:
                         self._lose(own)
+                        _leave_out(
+                            f"a process on node {own.node.name} of the Ray cluster died while it "
+                            f"loaded the model: {error}"
+                        )
                     except OtherDevicesError as error:
                         self._lose(own)
                         _leave_out(f"node {own.node.name} of the Ray cluster cannot: {error}")
@@ -175,6 +182,11 @@ class MeasuringNodes:
             self._lose(own)
             state.deaths[number] += 1
             check_deaths(state.deaths[number], error)
+            state.waiting.appendleft(number)
+            return
+        except Exception as error:  # noqa: BLE001 - as when a node has no room for workers
+            self._lose(own)
+            _leave_out(f"node {own.node.name} of the Ray cluster cannot run steps: {error}")
             state.waiting.appendleft(number)
             return
         state.found[number] = [replace(each, node=own.node.name) for each in measured]

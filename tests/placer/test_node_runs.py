@@ -114,6 +114,13 @@ def preselected(nodes: Any, seconds: float = 1e9, progress: Silent | None = None
     return runs.preselected(PROBLEM, candidates(), seconds)
 
 
+def test_where_all_fails_on_the_nodes_nothing_is_eliminated() -> None:
+    nodes = Here()
+    nodes.machine.broken = True
+    after = preselected(nodes)
+    assert not any(each.eliminated or each.measurement for each in after)
+
+
 def test_the_fastest_of_each_group_goes_on_to_this_machine() -> None:
     before = candidates()
     groups = groups_of(before)

@@ -166,3 +166,28 @@ def test_torch_is_left_as_it_was() -> None:
             except ExtractionError:
                 assert function in (checkpointed, reentrant)
     assert [vars(owner).get(name) for owner, name in replaced] == before
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module: module.register_full_backward_hook(lambda _, gradients, __: gradients),
+        lambda module: module.register_full_backward_pre_hook(lambda _, gradients: gradients),
+    ],
+)
+def test_a_module_with_a_hook_for_its_backward_pass_is_recorded(
+    register: Callable[[nn.Module], object],
+) -> None:
+    step = two_layers(lambda m, x: m.second(m.first(x).tanh()))
+    register(step.model.second)  # type: ignore[arg-type]
+    extraction = extract(step)
+    assert extraction.extractor == "dispatch"
+    assert "second has a hook for its backward pass" in extraction.fell_back[0].reason
+
+
+def test_a_parameter_with_a_hook_on_its_gradient_is_refused() -> None:
+    step = two_layers(lambda m, x: m.second(m.first(x).tanh()))
+    parameter = step.named_state()["first.weight"]
+    parameter.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+    with pytest.raises(StepError, match=r"first\.weight .* has a hook on its gradient"):
+        extract(step)

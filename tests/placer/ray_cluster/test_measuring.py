@@ -18,6 +18,7 @@ from torch import nn
 
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import DeviceWarning, discover, present
+from envs.measured import DevicesLostError
 from envs.measurement import Measurement, tied
 from envs.placement import Placement
 from envs.problem import Problem
@@ -169,7 +170,9 @@ class Processes:
     def result(self, answer: int) -> Any:
         if answer in self.lost:
             raise LostError("it died")
-        return self.answers[answer]
+        if isinstance(value := self.answers[answer], Exception):
+            raise value
+        return value
 
 
 class Process:
@@ -179,7 +182,10 @@ class Process:
         self.step = step
 
     def call(self, function: object, *arguments: Any) -> int:
-        value = self.step(self.node.name, *arguments) if arguments else None
+        try:
+            value = self.step(self.node.name, *arguments) if arguments else None
+        except DevicesLostError as error:
+            value = error
         return self.cluster.answered(value)
 
     def kill(self) -> None:
@@ -228,6 +234,25 @@ def test_a_node_on_which_everything_fails_is_left_out() -> None:
         found = measured_on(Processes(), partial(run_of, broken="b"), groups)
     assert [step_s for group in found for _, step_s in group] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert "b" not in {node for group in found for node, _ in group}
+
+
+@two_cores
+def test_a_node_that_cannot_start_workers_is_left_out() -> None:
+    def starts(node: str, group: Sequence[Any], runs: Runs) -> list[Measurement]:
+        if node == "b":
+            raise DevicesLostError("no new workers could be started: no space left on device")
+        return run_of(node, group, runs)
+
+    with pytest.warns(DeviceWarning, match="node b .* cannot run steps: no new workers"):
+        found = measured_on(Processes(), starts, [[1.0], [2.0], [3.0]])
+    assert [group[0][1] for group in found] == [1.0, 2.0, 3.0]
+
+
+@two_cores
+def test_a_process_that_dies_while_it_loads_is_named() -> None:
+    with pytest.warns(DeviceWarning, match="node b .* died while it loaded the model: it died"):
+        found = measured_on(Processes(1), run_of, [[1.0], [2.0]])
+    assert {group[0][0] for group in found} == {"a", "c"}
 
 
 @two_cores
