@@ -177,9 +177,11 @@ def test_the_verdict_compares_with_the_unplaced_step(
     )
 
 
-@pytest.mark.parametrize(("unplaced_s", "ratio"), [(0.25, "1.42"), (0.355, "1.00")])
+@pytest.mark.parametrize(
+    ("unplaced_s", "why"), [(0.25, "It is 1.42x faster"), (0.355, "took 1.00 as long: a tie")]
+)
 def test_where_the_unplaced_model_wins_or_ties_the_verdict_says_to_leave_it(
-    quiet: Result, unplaced_s: float, ratio: str
+    quiet: Result, unplaced_s: float, why: str
 ) -> None:
     times = np.full(7, unplaced_s)
     with_it = with_unplaced(quiet, Measurement(wall_s=times, cpu_clock_s=times))
@@ -187,7 +189,7 @@ def test_where_the_unplaced_model_wins_or_ties_the_verdict_says_to_leave_it(
     assert best.is_unplaced
     left = replace(with_it, best=best, placement=best.placement).with_times()
     assert left.verdict.startswith("Nothing to gain: leave the model unplaced.")
-    assert ratios(left.verdict) == [ratio]
+    assert why in left.verdict
     assert set(left.placement.device_names) == {"core:0-1"}
     measured = left.placement.measured
     assert measured is not None
