@@ -380,7 +380,7 @@ def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[
 # --- the legend of the table of candidates
 
 LEGEND: Final = (
-    "> chosen; predicted: by the simulator; speed-up: over the best single device; memory: "
+    "> chosen; predicted: by the simulator; speed-up: over all on one device; memory: "
     "predicted peak"
 )
 MEASURED_LEGEND: Final = (
