@@ -86,4 +86,4 @@ def hand_over_signature(extraction: Extraction) -> str:
         *((result.role, program.values[result.value]) for result in program.results),
     ]
     lines = [f"{role} {value.dtype} {list(value.shape)}" for role, value in tensors]
-    return hashlib.sha256("\n".join(["hand-over without lead", *lines]).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join(["hand-over", *lines]).encode()).hexdigest()[:32]

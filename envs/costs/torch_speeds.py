@@ -28,7 +28,7 @@ REPEATS: Final = 5
 MOST_QUEUED: Final = 50
 """Calls that are launched ahead: a CUDA device queues about 1000 kernels before launches wait."""
 SLEEP_FACTORS: Final = (3, 20)
-"""How many times as long as the launches before a device sleeps; again, if that was too short."""
+"""Sleep of a device as a multiple of the launches; the second where the first was too short."""
 LEAST_SLEEP_S: Final = 2e-4
 MOST_SLEEP_S: Final = 0.5
 MOST_CYCLES_PER_S: Final = 2.5e9
@@ -160,7 +160,7 @@ def launched(
     with torch.cuda.device(device):
         start, end = event(enable_timing=True), event(enable_timing=True)
         if asleep_s:
-            torch.cuda._sleep(math.ceil(asleep_s * MOST_CYCLES_PER_S))  # type: ignore[no-untyped-call]  # torch's
+            torch.cuda._sleep(math.ceil(asleep_s * MOST_CYCLES_PER_S))  # type: ignore[no-untyped-call]  # untyped in torch
         start.record()
         began_s = time.perf_counter()
         for _ in range(count):

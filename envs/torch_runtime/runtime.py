@@ -214,8 +214,8 @@ def _without_issued_launches(cluster: Cluster) -> Cluster:
     """Return the cluster without the launches that occupy the thread of a host.
 
     Times of calls on them are those of their kernels, and their launches have times of their own.
-    Where these could not be told apart, a call occupies its device for the longer of both: the
-    launch of the next call is made meanwhile.
+    Where only the longer of both was measured, it occupies the device: the launch of the next call
+    is made meanwhile.
     """
     issued = {name for host in cluster.hosts for name in host.devices}
     devices = tuple(

@@ -290,7 +290,7 @@ def custom_backward_checked(
         return torch.is_grad_enabled() and not cls.__module__.startswith("torch.")
 
     def checked_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        apply: Callable[..., Any] = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+        apply: Callable[..., Any] = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # of the metaclass
         if torch.is_grad_enabled() and issubclass(cls, CheckpointFunction):
             raise StepError(
                 f"{name} uses reentrant checkpointing{here()}, which starts backward passes of "
@@ -329,7 +329,7 @@ def custom_backward_checked(
             restored.callback(delattr, _SingleLevelFunction, "apply")
         else:  # one of these contexts is within another
             restored.callback(setattr, _SingleLevelFunction, "apply", before)
-        _SingleLevelFunction.apply = classmethod(checked_apply)  # type: ignore[attr-defined]
+        _SingleLevelFunction.apply = classmethod(checked_apply)  # type: ignore[attr-defined]  # its base has it
         for owner, attribute, checked in (
             (autograd_function, "custom_function_call", checked_transformed),
             (saved_tensors_hooks, "__enter__", checked_enter),

@@ -30,7 +30,7 @@ class OtherDevicesError(ValueError):
 
 
 class Runs(NamedTuple):
-    """How placements are run, see :meth:`envs.runtime.Runtime.backend`."""
+    """Arguments of :meth:`envs.runtime.Runtime.backend`, which runs placements."""
 
     predicted_s: tuple[float, ...] = ()
     rounds: int | None = None
@@ -50,7 +50,7 @@ class Loaded(Protocol):
 
 
 class Loadable(Protocol):
-    """What is sent to nodes."""
+    """A step that is sent to nodes and loaded there."""
 
     def loaded(self, names: Sequence[str]) -> Loaded:
         """Return the step on devices of this process, which have these names."""

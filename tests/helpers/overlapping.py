@@ -188,7 +188,7 @@ def gradients_that_others_hold(seed: int) -> None:
 
 
 def without_autograd_and_with(seed: int) -> None:
-    """What inference mode sent first can be written again outside it, and the other way round."""
+    """Send in inference mode and then outside it, and the other way round."""
     with fake_cuda(1, seed=seed):
         for inference in (True, False, True):
             for size in (SIZE // 8, SIZE):

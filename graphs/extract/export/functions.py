@@ -1,8 +1,8 @@
 """Functions with a backward of their own, kept as single calls of an exported forward pass.
 
 torch.export traces into a ``torch.autograd.Function`` and loses its backward. While a training step
-is exported, a call of one is recorded as that of a placeholder, since torch lets exported programs
-call operators only. In the module of the program an :class:`OwnFunction` takes its place: torch
+is exported, a call of one is recorded as that of an operator of ours, since exported programs call
+operators only. In the module of the program an :class:`OwnFunction` takes its place: torch
 devices call it as the model does, and AOTAutograd traces it with its own backward.
 """
 
@@ -46,7 +46,7 @@ class OwnFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function; autograd differentiates it by its own backward."""
-        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     @property
     def __name__(self) -> str:
@@ -58,17 +58,17 @@ class OwnFunction:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
-class _Placeholder(HigherOrderOperator):
+class _OwnCall(HigherOrderOperator):
     """Stands for the call of a function, whose number is its first argument; it is never run."""
 
     def __init__(self) -> None:
-        super().__init__("placer_own_function")  # type: ignore[no-untyped-call]
+        super().__init__("placer_own_function")  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{self.__name__} stands for a function while torch exports")
 
 
-PLACEHOLDER: Final = _Placeholder()
+OWN_CALL: Final = _OwnCall()
 
 
 class KeptFunctions:
@@ -92,7 +92,7 @@ class KeptFunctions:
         """
         if self._is_running:  # another function calls it
             return apply(*args, **kwargs)
-        mode: Any = _get_dispatch_mode_pre_dispatch(  # type: ignore[no-untyped-call]
+        mode: Any = _get_dispatch_mode_pre_dispatch(  # type: ignore[no-untyped-call]  # untyped in torch
             torch._C._TorchDispatchModeKey.PROXY
         )
         if mode is None:
@@ -119,7 +119,7 @@ class KeptFunctions:
         tracer = mode.tracer
         own, keywords = tree_map(tracer.unwrap_proxy, (tuple(args), dict(kwargs)))
         call = (len(self._calls), *own)
-        proxy = tracer.create_proxy("call_function", PLACEHOLDER, call, keywords, cls.__name__)
+        proxy = tracer.create_proxy("call_function", OWN_CALL, call, keywords, cls.__name__)
         track_tensor_tree(result, proxy, constant=None, tracer=tracer)
         self._calls.append(OwnFunction(cls, watch.is_random))
         return result
@@ -136,7 +136,7 @@ class KeptFunctions:
         inputs = [tensor for tensor in tensors if tensor.requires_grad]
         if not (outputs and inputs):
             return
-        before = [(tensor._version, id(tensor.grad)) for tensor in tensors]
+        before = [_written(tensor) for tensor in tensors]
         self._is_running = True
         try:
             with _below_export():
@@ -144,19 +144,26 @@ class KeptFunctions:
                 torch.autograd.grad(outputs, inputs, ones, allow_unused=True, retain_graph=True)
         finally:
             self._is_running = False
-        if [(tensor._version, id(tensor.grad)) for tensor in tensors] != before:
+        if [_written(tensor) for tensor in tensors] != before:
             raise unkept_function(cls, "writes into its inputs in its backward pass")
 
     def restore(self, module: fx.GraphModule) -> None:
         """Put the functions into an exported module in place of what stands for them."""
         for part in module.modules() if self._calls else ():
             if isinstance(part, fx.GraphModule):
-                for node in part.graph.find_nodes(op="call_function", target=PLACEHOLDER):
+                for node in part.graph.find_nodes(op="call_function", target=OWN_CALL):
                     node.target, node.args = self._calls[node.args[0]], node.args[1:]
                     for user in list(node.users):
                         if user.target is operator.getitem and not user.users:
                             part.graph.erase_node(user)
                 part.recompile()
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int | None, int | None]:
+    """Return what changes once a tensor or its gradient is written."""
+    gradient = tensor.grad if tensor.is_leaf else None
+    version = None if gradient is None else gradient._version
+    return tensor._version, None if gradient is None else id(gradient), version
 
 
 @contextlib.contextmanager
@@ -172,7 +179,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees whether a function draws random numbers, and whether it reads hidden tensors."""
 
     def __init__(self, arguments: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.is_random = False
         self.reads_others = False
         self._known: dict[int, torch.UntypedStorage] = {}  # kept, as their ids may be reused

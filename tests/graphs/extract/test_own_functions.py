@@ -246,7 +246,7 @@ def closing_over_in_backward(m: Any, x: Tensor) -> Any:
 
 
 class Counting(Function):
-    """The same numbers; backward adds up the gradients in a buffer."""
+    """The identity, whose backward adds to a buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def test_the_workspace_has_the_size_that_the_kernel_gives_it_and_stays_on_the_de
 
 
 def test_a_graph_does_not_depend_on_the_cache_of_fake_tensors() -> None:
-    """What is in it has one tensor for every result, torch's fake kernel one for two of them."""
+    """Cached results are distinct tensors; torch's fake kernel returns one tensor twice."""
     FakeTensorMode.cache_clear()
     first = extract(step_of(nn.LSTM, num_layers=2), "export").program
     assert extract(step_of(nn.LSTM, num_layers=2), "export").program.calls == first.calls
