@@ -229,8 +229,7 @@ class RayCluster:
             cause = getattr(error, "cause", error)
             if isinstance(cause, ImportError | errors.RayError):  # it did not even begin
                 raise OSError(
-                    f"node {getattr(error, 'ip', '')} of the Ray cluster cannot run the task: "
-                    f"{_first_line(cause)}"
+                    f"a node of the Ray cluster cannot run the task: {_first_line(cause)}"
                 ) from error
             raise cause from error
 
@@ -353,14 +352,28 @@ _prepared: dict[str, Any] = {}
 
 def _run(expected: Mapping[str, str], shared: Shared, function: Callable[..., T], *task: Any) -> T:
     """Run a task on a node, which may have joined after the others were checked."""
-    ray: Any = import_module("ray")
-    check_versions(ray.util.get_node_ip_address(), expected, versions())
-    [reference] = shared.reference
-    key = reference.hex()
+    node = import_module("ray").util.get_node_ip_address()
+    check_versions(node, expected, versions())
+    key = shared.reference[0].hex()
     if key not in _prepared:
         _prepared.clear()
-        _prepared[key] = shared.prepare(ray.get(reference))
+        _prepared[key] = shared.prepare(_fetched(shared, node))
     return function(_prepared[key], *task)
+
+
+def _fetched(shared: Shared, node: str) -> Any:
+    """Return a shared value on a node.
+
+    Raises:
+        OSError: the node cannot import what the value needs; the message names it.
+    """
+    ray: Any = import_module("ray")
+    try:
+        return ray.get(shared.reference[0])
+    except ray.exceptions.RaySystemError as error:
+        raise OSError(
+            f"node {node} of the Ray cluster cannot run the task: {_first_line(error)}"
+        ) from error
 
 
 class _Holder:
@@ -371,8 +384,7 @@ class _Holder:
     ) -> None:
         """Prepare the value; the versions of the node may have changed since it was checked."""
         check_versions(node, expected, versions())
-        [reference] = shared.reference
-        self._value = shared.prepare(import_module("ray").get(reference), *arguments)
+        self._value = shared.prepare(_fetched(shared, node), *arguments)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return what the function returns for the value."""

@@ -21,6 +21,7 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from graphs.extract import Workload
 from placer.choose import MEASURED_CANDIDATES, choose, worth_running
+from placer.costed_step import costed_step
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job
@@ -299,6 +300,7 @@ def test_three_nodes_of_which_one_dies_run_the_same_placements_of_a_model_as_two
     inputs, target = torch.randn(128, 256), torch.randn(128, 256)
     workload = Workload.of(Towers(), inputs, nn.functional.mse_loss, target=target)
     measure, ran = MeasuringNodes.measure, []
+    steps: list[Any] = []
 
     def recorded(own: MeasuringNodes, groups: Any, *others: Any) -> Any:
         found = measure(own, groups, *others)
@@ -306,14 +308,22 @@ def test_three_nodes_of_which_one_dies_run_the_same_placements_of_a_model_as_two
         ran.append(([[each.devices for each in group] for group in groups], lengths))
         return found
 
+    def costed_once(*arguments: Any) -> Any:
+        """Return the step with the same measured costs for both searches."""
+        if not steps:
+            steps.append(costed_step(*arguments))
+        return steps[0]
+
     monkeypatch.setattr(MeasuringNodes, "measure", recorded)
+    monkeypatch.setattr("placer.pipeline.optimization.costed_step", costed_once)
     first: list[Any] = []
     with ray_nodes(3, processors=2) as (cluster, others):
         search = SearchConfig(budget="2000e", workers=f"ray://{cluster.address}")
+        job = Job.of(workload, "core:0,core:1", search=search)
         killer = Killer(cluster, others[1])
         for progress in (killer, Silent()):
             ran.clear()
-            result = optimize_job(Job.of(workload, "core:0,core:1", search=search), progress)
+            result = optimize_job(job, progress)
             first.append(ran[0])  # a second search starts from costs that fit to these runs
             tagged = [one for one in result.candidates if one.measurement and one.measurement.node]
             assert tagged

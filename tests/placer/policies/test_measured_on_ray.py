@@ -71,7 +71,7 @@ def test_a_training_on_three_nodes_of_which_one_dies_gives_the_same_as_on_two(
         def kill_what_hangs() -> None:
             while not (tmp_path / HANGS).exists() and not ended.is_set():
                 time.sleep(0.05)
-            kill(cluster, doomed)
+            cluster.remove_node(doomed, False)
             killed_at.append(shares[-1])
 
         shares, ended = [0.0], threading.Event()

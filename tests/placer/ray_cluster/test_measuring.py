@@ -370,7 +370,7 @@ class Numbers:
         return self
 
     def measure(self, placements: Sequence[Any], runs: Runs) -> list[Measurement]:
-        return run_of("", placements, runs)
+        return run_of("any", placements, runs)
 
     def close(self) -> None:
         """Do nothing."""
