@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ torch.set_num_threads(1)
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 pytestmark = [pytest.mark.slow, two_cores]
+MOST_S = 10.0
 FACTORS = (1.0, 3.0)
 PROBLEM = random_problem(3, ops=60, devices=2)
 
@@ -142,3 +144,21 @@ def test_real_steps_are_measured_on_three_nodes_of_which_one_dies(
     assert [int(row["decodes"]) for row in rows] == [8, 16, 24, 32, 40]
     assert all(0.1 < float(row["mean_ratio"]) < 100 for row in rows)
     assert {row["failed"] for row in rows} == {"0"}
+
+
+def test_nodes_without_the_devices_end_a_training_and_a_search_runs_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "layers.py").write_text(MODEL)
+    target, sentence = f"{tmp_path / 'layers.py'}:build", r"node \S+:\d+ .* offers 1, .* needs 2"
+    with ray_nodes(2, processors=1) as (cluster, _):
+        common = ["--devices", "core:0,core:1", "--workers", f"ray://{cluster.address}"]
+        began = time.monotonic()
+        command = ["train", "--backend", "measured", "--target", target, *common]
+        assert main([*command, "--decodes", "8", "--out", str(tmp_path / "tuned")]) == 2
+        assert time.monotonic() - began < MOST_S
+        assert re.search(f"placer: {sentence}", capsys.readouterr().err)
+        out = tmp_path / "placement.json"
+        assert main(["optimize", target, *common, "--budget", "250e", "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assert len(re.findall(f"Candidates run on this machine only: {sentence}", said)) == 1
