@@ -79,10 +79,16 @@ def _is_bad_usage(error: BaseException) -> bool:
         return isinstance(error, UsageError)
     from graphs.selection import ConstraintError
     from placer.exports.renaming import RenamingError
+    from placer.ray_cluster.address import ClusterError
     from placer.sources.names import TargetError
     from placer.warm_start import WarmStartError
 
-    kinds: tuple[type[ValueError], ...] = (ConstraintError, WarmStartError, RenamingError)
+    kinds: tuple[type[ValueError], ...] = (
+        ClusterError,
+        ConstraintError,
+        WarmStartError,
+        RenamingError,
+    )
     if (workload := sys.modules.get("graphs.workload")) is not None:  # it imports torch
         kinds += (workload.ExtractionError,)
     return isinstance(error, (*kinds, TargetError))

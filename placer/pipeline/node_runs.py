@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -98,7 +99,7 @@ class NodeRuns:
         if not several:
             return list(candidates)
         predicted_s = sorted(candidates[i].predicted_s for group in several for i in group)
-        self.progress.stage(f"Running placements on {len(self.nodes.names)} nodes")
+        self.progress.stage("Running placements on the Ray cluster")
         try:
             runs = Runs(tuple(predicted_s), seconds=share_s)
             measured = self._measured(problem, candidates, several, runs)
@@ -141,7 +142,8 @@ class NodeRuns:
         """Load the step on the nodes and run the groups; the nodes are free again after it."""
         placements = [[candidates[i].placement for i in group] for group in groups]
         with self.nodes:
-            self.nodes.load(self.step(problem), lambda text: self.progress.advance(0.0, text))
+            step, report = self.step(problem), partial(self.progress.advance, 0.0)
+            self.nodes.load(step, len(groups), report)
             began = time.perf_counter()
             try:
                 return self.nodes.measure(placements, runs, counter(self.progress))

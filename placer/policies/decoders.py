@@ -9,17 +9,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
-from placer.ray_cluster.connection import RayCluster
+from placer.ray_cluster.connection import RayCluster, check_deaths
 from placer.search.evaluator import Evaluator
-
-MOST_RESTARTS: Final = 5
-"""Maximum number of restarts in a row after a process died."""
 
 
 class Decoders(Protocol):
@@ -74,19 +71,18 @@ class Processes:
     ) -> NDArray[np.int64]:
         """See :class:`Decoders`."""
         parts = np.array_split(np.arange(len(numbers)), self.count)
-        for _ in range(MOST_RESTARTS):
+        deaths = 0
+        while True:
             try:
                 tasks = [
                     self._executor.submit(_costs, numbers[part], weights[part]) for part in parts
                 ]
                 return np.concatenate([task.result() for task in tasks])
-            except BrokenProcessPool:
+            except BrokenProcessPool as error:
+                deaths += 1
                 self.close()
+                check_deaths(deaths, error, "processes that decode", f"{self.count} of them")
                 self._executor = self._started()
-        raise OSError(
-            f"processes that decode died {MOST_RESTARTS} times in a row: is there memory for "
-            f"{self.count} of them?"
-        )
 
     def close(self) -> None:
         """Stop the processes."""

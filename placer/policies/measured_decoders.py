@@ -151,11 +151,12 @@ class MeasuredDecoders:
         cluster: Cluster,
         report: Callable[[str], None] = lambda _: None,
         ray_address: str | None = None,
+        together: int = 1,
     ) -> MeasuredDecoders:
         """Extract a step, measure its ops, start its devices; ``report`` each stage.
 
         Speeds of the devices are calibrated if ``cluster`` has no links. With an address, "" for
-        the default one, nodes of a Ray cluster run the placements.
+        the default one, nodes of a Ray cluster run the placements, so many ``together``.
         """
         check_devices(cluster.names)
         if len(cluster) < 2:
@@ -183,7 +184,8 @@ class MeasuredDecoders:
                 devices = OnThisMachine(runtime.backend(problem, predicted_s))
                 stack.callback(devices.close)
             else:
-                nodes.load(NodeStep.of(step, problem, cluster), report)
+                groups = math.ceil(together / GROUP_SIZE_ON_NODES)
+                nodes.load(NodeStep.of(step, problem, cluster), groups, report)
                 devices = OnNodes(ray_cluster, nodes, Runs(predicted_s))
             report("measuring the heuristics")
             decoders = cls(item, runtime, devices)

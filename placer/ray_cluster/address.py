@@ -19,6 +19,10 @@ ANSWER_S: Final = 8.0
 """Time in which the head of a cluster must answer."""
 
 
+class ClusterError(ConnectionError, ValueError):
+    """The cluster that was asked for cannot be used, or one of its nodes."""
+
+
 def address_of(workers: str) -> str:
     """Return the address in ``"ray://HOST:PORT"``, "" for ``"ray"``.
 
@@ -45,7 +49,7 @@ def connect(ray: Any, address: str) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConnectionError(
+        raise ClusterError(
             f"the Ray cluster at {address} cannot be used: {last_line(error)}"
         ) from error
 
@@ -54,11 +58,11 @@ def _check_answers(address: str) -> None:
     """Raise an error within ANSWER_S seconds if Ray cannot connect, which itself takes a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"{address!r} is no address of a Ray cluster: give {SCHEME}HOST:{PORT}")
+        raise ClusterError(f"{address!r} is no address of a Ray cluster: give {SCHEME}HOST:{PORT}")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, OverflowError) as error:
-        raise ConnectionError(
+        raise ClusterError(
             f"nothing answers at {address}, where a Ray cluster should be: {error}"
         ) from error
     outcomes: list[Exception | None] = []
@@ -66,12 +70,12 @@ def _check_answers(address: str) -> None:
     probe.start()
     probe.join(ANSWER_S)
     if not outcomes:
-        raise ConnectionError(
+        raise ClusterError(
             f"what answers at {address} is no head of a Ray cluster; its port is {PORT} unless "
             "ray start got another"
         )
     if outcomes[0] is not None:
-        raise ConnectionError(
+        raise ClusterError(
             f"this machine is no node of the Ray cluster at {address}: start one with "
             f"ray start --address={address}"
         ) from outcomes[0]

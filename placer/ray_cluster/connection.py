@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from placer.ray_cluster.address import SCHEME, connect, last_line, signal_handlers_kept
+from placer.ray_cluster.address import (
+    SCHEME,
+    ClusterError,
+    connect,
+    last_line,
+    signal_handlers_kept,
+)
 from placer.startup import VERSION
 
 MOST_DEATHS: Final = 5
@@ -41,8 +48,8 @@ class Node(NamedTuple):
     gpus: int
 
 
-class LostError(Exception):
-    """The process that ran something died, or its node, or the result died with its node."""
+class LostError(ConnectionError):
+    """A node died, or the process there that ran something, or a result with its node."""
 
 
 class NodeProcess:
@@ -54,12 +61,18 @@ class NodeProcess:
         self.node = node
 
     def call(self, function: Callable[..., object], *arguments: Any) -> Any:
-        """Begin ``function(value, *arguments)``; return its result to come."""
-        return self._actor.call.remote(function, *arguments)
+        """Begin ``function(value, *arguments)``; return its result to come.
+
+        Raises:
+            LostError: the node does not answer.
+        """
+        with _answering(self._ray, self.node.name):
+            return self._actor.call.remote(function, *arguments)
 
     def kill(self) -> None:
-        """End it at once."""
-        self._ray.kill(self._actor)
+        """End it at once, unless its node is lost."""
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actor)
 
 
 class RayCluster:
@@ -75,8 +88,8 @@ class RayCluster:
         must be a node of the cluster.
 
         Raises:
-            ValueError: Ray is not installed, or a node has other versions.
-            ConnectionError: nothing answers, or the cluster has no processors.
+            ValueError: Ray is not installed.
+            ClusterError: nothing answers, a node has other versions or cannot run placer.
         """
         try:
             import ray
@@ -113,11 +126,13 @@ class RayCluster:
     @property
     def processors(self) -> int:
         """Return the number of processors of all nodes that are alive."""
-        return int(self._ray.cluster_resources().get("CPU", 0))
+        with self._answering_here():
+            return int(self._ray.cluster_resources().get("CPU", 0))
 
     def share(self, value: object, prepare: Callable[..., Any]) -> Shared:
         """Return a value for tasks, which each process fetches and prepares once."""
-        return Shared([self._ray.put(value)], prepare)
+        with self._answering_here():
+            return Shared([self._ray.put(value)], prepare)
 
     def run(
         self,
@@ -134,31 +149,32 @@ class RayCluster:
 
         Raises:
             OSError: a task cannot begin, or its processes died MOST_DEATHS times.
-            ConnectionError: no node with processors is left.
+            ConnectionError: no node with processors is left, or this machine's does not answer.
         """
         found: list[T | None] = [None] * len(tasks)
         deaths = [0] * len(tasks)
 
         def begin(number: int) -> Any:
-            return self._run.remote(self._versions, shared, function, *tasks[number])
+            with self._answering_here():
+                return self._run.remote(self._versions, shared, function, *tasks[number])
 
         waiting = {begin(number): number for number in range(len(tasks))}
         try:
             while waiting and not should_end(len(tasks) - len(waiting)):
-                done, _ = self._ray.wait([*waiting], num_returns=len(waiting), timeout=POLL_S)
-                for reference in done:
+                for reference in self.done([*waiting], at_least=len(waiting)):
                     number = waiting.pop(reference)
                     try:
                         found[number] = self.result(reference)
                     except LostError as error:
                         deaths[number] += 1
-                        check_deaths(deaths[number], error)
+                        check_task_deaths(deaths[number], error)
                         waiting[begin(number)] = number
                 if waiting and not self.processors:
                     raise ConnectionError("the Ray cluster has lost all nodes with processors")
         finally:
-            for reference in waiting:
-                self._ray.cancel(reference)
+            with suppress(self._ray.exceptions.RayError):
+                for reference in waiting:
+                    self._ray.cancel(reference)
         return found
 
     def start(
@@ -168,17 +184,24 @@ class RayCluster:
 
         Its value is what the shared one is prepared to, with ``arguments``. Returns the process
         and its first result to come, None.
+
+        Raises:
+            LostError: the node does not answer.
         """
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, **_only_on(node)}
-        actor = self._ray.remote(_Holder).options(**options).remote()
-        ready = actor.prepare.remote(self._versions, node.name, shared, *arguments)
+        with _answering(self._ray, node.name):
+            actor = self._ray.remote(_Holder).options(**options).remote()
+            ready = actor.prepare.remote(self._versions, node.name, shared, *arguments)
         return NodeProcess(self._ray, actor, node), ready
 
-    def done(self, waiting: Sequence[Any], *, timeout_s: float = POLL_S) -> list[Any]:
-        """Return those of the results to come that have come, at once if there are any."""
+    def done(
+        self, waiting: Sequence[Any], *, timeout_s: float = POLL_S, at_least: int = 1
+    ) -> list[Any]:
+        """Return those of the results to come that have come, once there are enough or in time."""
         if not waiting:
             return []
-        done, _ = self._ray.wait([*waiting], timeout=timeout_s)
+        with self._answering_here():
+            done, _ = self._ray.wait([*waiting], num_returns=at_least, timeout=timeout_s)
         return list(done)
 
     def result(self, reference: Any) -> Any:
@@ -213,6 +236,8 @@ class RayCluster:
     @property
     def nodes(self) -> list[Node]:
         """Return the nodes with processors that are alive."""
+        with self._answering_here():
+            nodes = self._ray.nodes()
         return [
             Node(
                 key=node["NodeID"],
@@ -220,7 +245,7 @@ class RayCluster:
                 cpus=int(node["Resources"]["CPU"]),
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
-            for node in self._ray.nodes()
+            for node in nodes
             if node["Alive"] and node["Resources"].get("CPU")
         ]
 
@@ -228,22 +253,23 @@ class RayCluster:
         """Return ``function()`` of each node with processors, without those that die meanwhile.
 
         Raises:
-            ConnectionError: there is no such node, or one of them does not answer in time.
-            ValueError: a node cannot run the function.
+            ClusterError: there is no such node, or one cannot run the function, or not in time.
         """
         nodes = self.nodes
         if not nodes:
-            raise ConnectionError("the Ray cluster has no node with a processor")
+            raise ClusterError("the Ray cluster has no node with a processor")
         task = self._ray.remote(num_cpus=0, max_retries=0)(function)
-        waiting = {task.options(**_only_on(node)).remote(): node for node in nodes}
+        waiting = {}
+        for node in nodes:
+            with suppress(LostError), _answering(self._ray, node.name):
+                waiting[task.options(**_only_on(node)).remote()] = node
         end = time.monotonic() + START_S
         answers: dict[Node, T] = {}
         errors = self._ray.exceptions
         while waiting:
-            left_s = max(end - time.monotonic(), 0.0)
-            done, _ = self._ray.wait([*waiting], timeout=left_s)
+            done = self.done([*waiting], timeout_s=max(end - time.monotonic(), 0.0))
             if not done:
-                raise ConnectionError(
+                raise ClusterError(
                     f"node {next(iter(waiting.values())).name} of the Ray cluster runs no task "
                     f"within {START_S:g} s"
                 )
@@ -253,11 +279,15 @@ class RayCluster:
             except (errors.NodeDiedError, errors.TaskUnschedulableError, errors.WorkerCrashedError):
                 continue  # it is gone, and with it the tasks that it would get
             except errors.RayError as error:
-                raise ValueError(
+                raise ClusterError(
                     f"node {node.name} of the Ray cluster cannot run placer {VERSION}: "
                     f"{last_line(error)}"
                 ) from error
         return answers
+
+    def _answering_here(self) -> AbstractContextManager[None]:
+        """Turn errors of Ray into one that names the node of this machine."""
+        return _answering(self._ray, f"{self._ray.util.get_node_ip_address()}, this machine,")
 
     def _check_nodes(self) -> None:
         """Raise an error if a node has other versions."""
@@ -272,22 +302,37 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(node: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raise a ValueError that names the node if it has other versions than this process."""
+    """Raise a ClusterError that names the node if it has other versions than this process."""
     for name, own in ours.items():
         if theirs.get(name) != own:
-            raise ValueError(
+            raise ClusterError(
                 f"node {node} of the Ray cluster has {name} {theirs.get(name)}, but this process "
                 f"has {name} {own}: install the same version on all nodes"
             )
 
 
-def check_deaths(deaths: int, last: LostError) -> None:
-    """Raise OSError if what ran a task died too often."""
+def check_task_deaths(deaths: int, last: LostError) -> None:
+    """Raise OSError if what ran a task on a Ray cluster died too often."""
+    check_deaths(deaths, last, "a task on the Ray cluster", "one on each processor of every node")
+
+
+def check_deaths(deaths: int, last: Exception, what: str, room: str) -> None:
+    """Raise OSError if ``what`` has died too often; it asks for memory for ``room``."""
     if deaths >= MOST_DEATHS:
         raise OSError(
-            f"a task died {deaths} times on the Ray cluster: is there memory for one on each "
-            f"processor of every node? The last time: {last}"
+            f"{what} died {deaths} times: is there memory for {room}? The last time: {last}"
         ) from last
+
+
+@contextmanager
+def _answering(ray: Any, node: str) -> Iterator[None]:
+    """Turn errors of Ray into a LostError that names the node."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise LostError(
+            f"node {node} of the Ray cluster does not answer: {_first_line(error)}"
+        ) from error
 
 
 def _only_on(node: Node) -> dict[str, Any]:
@@ -307,14 +352,28 @@ _prepared: dict[str, Any] = {}
 
 def _run(expected: Mapping[str, str], shared: Shared, function: Callable[..., T], *task: Any) -> T:
     """Run a task on a node, which may have joined after the others were checked."""
-    ray: Any = import_module("ray")
-    check_versions(ray.util.get_node_ip_address(), expected, versions())
-    [reference] = shared.reference
-    key = reference.hex()
+    node = import_module("ray").util.get_node_ip_address()
+    check_versions(node, expected, versions())
+    key = shared.reference[0].hex()
     if key not in _prepared:
         _prepared.clear()
-        _prepared[key] = shared.prepare(ray.get(reference))
+        _prepared[key] = shared.prepare(_fetched(shared, node))
     return function(_prepared[key], *task)
+
+
+def _fetched(shared: Shared, node: str) -> Any:
+    """Return a shared value on a node.
+
+    Raises:
+        OSError: the node cannot import what the value needs; the message names it.
+    """
+    ray: Any = import_module("ray")
+    try:
+        return ray.get(shared.reference[0])
+    except ray.exceptions.RaySystemError as error:
+        raise OSError(
+            f"node {node} of the Ray cluster cannot run the task: {_first_line(error)}"
+        ) from error
 
 
 class _Holder:
@@ -325,8 +384,7 @@ class _Holder:
     ) -> None:
         """Prepare the value; the versions of the node may have changed since it was checked."""
         check_versions(node, expected, versions())
-        [reference] = shared.reference
-        self._value = shared.prepare(import_module("ray").get(reference), *arguments)
+        self._value = shared.prepare(_fetched(shared, node), *arguments)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return what the function returns for the value."""

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,16 +20,22 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import DeviceWarning
 from envs.measurement import Measurement
 from envs.placement import Placement
-from placer.ray_cluster.connection import LostError, NodeProcess, RayCluster, check_deaths
+from placer.ray_cluster.connection import (
+    LostError,
+    NodeProcess,
+    RayCluster,
+    Shared,
+    check_task_deaths,
+)
 from placer.ray_cluster.device_sets import DeviceSet, sets_of_all, this_machine
 from placer.ray_cluster.node_step import Loadable, Loaded, OtherDevicesError, Runs
 
 LOAD_S: Final = 180.0
 """Time in which a node must load the step."""
 LATE_S: Final = 60.0
-"""Time that other nodes have to load it after the first one has."""
-MOST_SETS: Final = 16
-"""Sets of devices to use at most: each loads the model, and more would rarely have a group."""
+"""Time that nodes have to load it after the first one has; if none has, those in reserve try."""
+FEWEST_SETS: Final = 2
+"""Sets of devices that load the model even for one group: if it fails, another one runs it."""
 CLOSE_S: Final = 5.0
 """Time in which processes of nodes may end their workers."""
 
@@ -43,13 +50,14 @@ class MeasuringNodes:
 
         Raises:
             ValueError: no node has them.
-            ConnectionError: a node does not answer.
+            ClusterError: a node does not answer.
         """
         self._cluster = cluster
-        found, lacking = sets_of_all(cluster.ask(this_machine), devices.names)
-        self._sets = found[:MOST_SETS]
+        self._sets, lacking = sets_of_all(cluster.ask(this_machine), devices.names)
         for reason in lacking:
-            _leave_out(reason)
+            _warn(f"{reason}; it measures nothing")
+        self._wanted = 0
+        self._shared: Shared | None = None
         self._processes: dict[DeviceSet, NodeProcess] = {}  # that have loaded the step, in turn
 
     def __enter__(self) -> MeasuringNodes:
@@ -72,51 +80,79 @@ class MeasuringNodes:
                 count, used = count + 1, used | own.resources
         return count
 
-    def load(self, step: Loadable, report: Callable[[str], None] = lambda _: None) -> None:
-        """Send a step to all sets of devices.
+    def load(
+        self,
+        step: Loadable,
+        groups: int = 1,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Send a step to as many sets of devices as there are groups to measure, at least two.
 
-        A DeviceWarning tells which are left out: others use them, or they are of other kinds.
+        The others are in reserve: they load it if one of these cannot or is late, and when all are
+        lost. A DeviceWarning tells which are left out: others use them, or their kind is another.
 
         Raises:
             ValueError: a node cannot load the step.
             ConnectionError: no node is left.
         """
-        shared = self._cluster.share(step, _loaded)
-        starting: dict[Any, tuple[DeviceSet, NodeProcess]] = {}
-        end = time.monotonic() + LOAD_S
+        self._wanted = max(groups, FEWEST_SETS)
+        self._shared = self._cluster.share(step, _loaded)
+        self._load(report)
+
+    def _load(self, report: Callable[[str], None] = lambda _: None) -> None:
+        reserve = [own for own in self._sets if own not in self._processes]
+        loading: dict[Any, tuple[DeviceSet, NodeProcess]] = {}
+        lost: list[tuple[DeviceSet, str]] = []
+        assert self._shared is not None  # loaded before
+        late = time.monotonic() + LATE_S
+        end = late - LATE_S + LOAD_S
         try:
-            for own in self._sets:
-                process, ready = self._cluster.start(
-                    own.node, shared, own.names, cpus=own.cpus, gpus=own.gpus
-                )
-                starting[ready] = own, process
-            while starting and time.monotonic() < end:
-                report(f"loading the model on {len(starting)} more sets of devices")
-                for ready in self._cluster.done([*starting]):
-                    own, process = starting.pop(ready)
-                    self._processes[own] = process
+            while (now := time.monotonic()) < end:
+                wanted = self._wanted if now < late else len(self._sets)
+                while reserve and len(self._processes) + len(loading) < wanted:
+                    own = reserve.pop(0)
                     try:
-                        self._check_loaded(own, ready)
-                    except LostError as error:
-                        self._lose(own)
-                        _leave_out(
-                            f"a process on node {own.node.name} of the Ray cluster died while it "
-                            f"loaded the model: {error}"
+                        process, ready = self._cluster.start(
+                            own.node, self._shared, own.names, cpus=own.cpus, gpus=own.gpus
                         )
-                    except OtherDevicesError as error:
+                    except LostError as error:
+                        lost.append((own, str(error)))
+                    else:
+                        loading[ready] = own, process
+                if not loading:
+                    break
+                report(f"loading the model on {len(loading)} more sets of devices")
+                for ready in self._cluster.done([*loading]):
+                    own, process = loading.pop(ready)
+                    self._processes[own] = process
+                    if reason := self._load_failure(own, ready):
                         self._lose(own)
-                        _leave_out(f"node {own.node.name} of the Ray cluster cannot: {error}")
+                        lost.append((own, reason))
                     else:
                         end = min(end, time.monotonic() + LATE_S)
-            for own, _ in starting.values():
-                _leave_out(
-                    f"node {own.node.name} of the Ray cluster has not loaded the model in time: do "
-                    "others use its devices?"
-                )
+            for own, _ in loading.values():
+                reason = "has not loaded the model in time: do others use its devices?"
+                lost.append((own, f"node {own.node.name} of the Ray cluster {reason}"))
         finally:
-            for _, process in starting.values():
+            for _, process in loading.values():
                 process.kill()
+        for own, reason in lost:
+            self._lose(own)
+            self._leave_out(own, reason)
         self._check_left()
+
+    def _load_failure(self, own: DeviceSet, ready: Any) -> str:
+        """Return why a set of devices has not loaded the step, or ""."""
+        node = f"node {own.node.name} of the Ray cluster"
+        try:
+            self._cluster.result(ready)
+        except LostError as error:
+            return f"a process on {node} died while it loaded the model: {error}"
+        except OtherDevicesError as error:
+            return f"{node} cannot: {error}"
+        except Exception as error:
+            raise ValueError(f"{node} cannot measure: {error}") from error
+        return ""
 
     def measure(
         self,
@@ -135,7 +171,8 @@ class MeasuringNodes:
         """
         state = _Groups(groups)
         while state.waiting or state.running:
-            self._check_left()
+            if not self._processes:
+                self._load()
             self._begin(state, runs)
             if progress is not None:
                 progress(state.done, len(groups))
@@ -145,24 +182,17 @@ class MeasuringNodes:
 
     def close(self) -> None:
         """End all processes and their workers."""
-        ending = [process.call(_close) for process in self._processes.values()]
-        end = time.monotonic() + CLOSE_S
-        while ending and (left_s := end - time.monotonic()) > 0:
-            done = self._cluster.done(ending, timeout_s=left_s)
-            ending = [each for each in ending if each not in done]
+        ending, end = [], time.monotonic() + CLOSE_S
+        with suppress(ConnectionError):
+            for process in self._processes.values():
+                with suppress(LostError):
+                    ending.append(process.call(_close))
+            while ending and (left_s := end - time.monotonic()) > 0:
+                done = self._cluster.done(ending, timeout_s=left_s)
+                ending = [each for each in ending if each not in done]
         for process in self._processes.values():
             process.kill()
         self._processes.clear()
-
-    def _check_loaded(self, own: DeviceSet, ready: Any) -> None:
-        try:
-            self._cluster.result(ready)
-        except (LostError, OtherDevicesError):
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"node {own.node.name} of the Ray cluster cannot measure: {error}"
-            ) from error
 
     def _begin(self, state: _Groups, runs: Runs) -> None:
         """Let groups that wait run on free devices."""
@@ -170,8 +200,12 @@ class MeasuringNodes:
             running = [own for _, own in state.running.values()]
             if (own := self._free(running, state.failed_on.get(number))) is not None:
                 state.waiting.remove(number)
-                answer = self._processes[own].call(_measured, list(state.groups[number]), runs)
-                state.running[answer] = number, own
+                try:
+                    answer = self._processes[own].call(_measured, list(state.groups[number]), runs)
+                except LostError as error:
+                    self._run_elsewhere(state, number, own, error)
+                else:
+                    state.running[answer] = number, own
 
     def _end(self, state: _Groups, answer: Any) -> None:
         """Keep the measurements of a group, or let it wait again."""
@@ -179,14 +213,13 @@ class MeasuringNodes:
         try:
             measured = self._cluster.result(answer)
         except LostError as error:
-            self._lose(own)
-            state.deaths[number] += 1
-            check_deaths(state.deaths[number], error)
-            state.waiting.appendleft(number)
+            self._run_elsewhere(state, number, own, error)
             return
         except Exception as error:  # noqa: BLE001 - as when a node has no room for workers
             self._lose(own)
-            _leave_out(f"node {own.node.name} of the Ray cluster cannot run steps: {error}")
+            self._leave_out(
+                own, f"node {own.node.name} of the Ray cluster cannot run steps: {error}"
+            )
             state.waiting.appendleft(number)
             return
         state.found[number] = [replace(each, node=own.node.name) for each in measured]
@@ -196,6 +229,13 @@ class MeasuringNodes:
             state.waiting.append(number)
         elif not fails and number in state.failed_on:
             self._leave_out_broken(state.failed_on[number])
+
+    def _run_elsewhere(self, state: _Groups, number: int, own: DeviceSet, error: LostError) -> None:
+        """Let a group wait again whose devices were lost."""
+        self._lose(own)
+        state.deaths[number] += 1
+        check_task_deaths(state.deaths[number], error)
+        state.waiting.appendleft(number)
 
     def _free(self, running: Sequence[DeviceSet], failed: DeviceSet | None) -> DeviceSet | None:
         """Return a set of devices that does not run, of those that take turns.
@@ -213,12 +253,20 @@ class MeasuringNodes:
         if own in self._processes:
             self._lose(own)
             names = ", ".join(own.names)
-            _leave_out(f"node {own.node.name} of the Ray cluster fails to run a step on {names}")
+            self._leave_out(
+                own, f"node {own.node.name} of the Ray cluster fails to run a step on {names}"
+            )
 
     def _lose(self, own: DeviceSet) -> None:
-        if own in self._processes:
+        if own in self._sets:
             self._sets.remove(own)
-            self._processes.pop(own).kill()
+        if (process := self._processes.pop(own, None)) is not None:
+            process.kill()
+
+    def _leave_out(self, own: DeviceSet, reason: str) -> None:
+        """Warn that a set of devices is lost, and whether others of its node measure."""
+        others = any(each.node == own.node for each in self._processes)
+        _warn(f"{reason}; {'other devices of it measure' if others else 'it measures nothing'}")
 
     def _check_left(self) -> None:
         if not self._processes:
@@ -242,8 +290,8 @@ class _Groups:
         return len(self.groups) - len(self.waiting) - len(self.running)
 
 
-def _leave_out(reason: str) -> None:
-    warnings.warn(f"{reason}; it measures nothing", DeviceWarning, stacklevel=3)
+def _warn(text: str) -> None:
+    warnings.warn(text, DeviceWarning, stacklevel=3)
 
 
 def _loaded(step: Loadable, names: Sequence[str]) -> Loaded:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.schedule import run_order
 from placer.ray_cluster.node_step import Runs
+
+HANGS = "hangs"
+"""File that is written when a step hangs."""
 
 
 class Machine:
@@ -67,13 +71,13 @@ class Order:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step whose times have no noise; group number ``last`` on the doomed node does not end."""
+    """A step whose times have no noise; on the doomed node it hangs ``after`` so many groups."""
 
     problem: Problem
     factors: tuple[float, ...]
     folder: Path
     doomed: str = ""
-    last: int = 3
+    after: int = 1  # groups that have run on all nodes
 
     def loaded(self, names: Sequence[str]) -> Timed:
         assert len(names) == len(self.factors)
@@ -86,17 +90,16 @@ class Timed:
     def __init__(self, step: TimedStep) -> None:
         self.step = step
         self.machine = Machine(step.problem, step.factors, noise=0.0)
-        self.groups = 0
 
     def measure(self, placements: Sequence[Placement], runs: Runs) -> list[Measurement]:
         """Run placements, or wait to be killed."""
         ray: Any = pytest.importorskip("ray")
-        self.groups += 1
-        own = ray.get_runtime_context().get_node_id()
-        if own == self.step.doomed and self.groups == self.step.last:
-            (self.step.folder / "runs").touch()
+        folder, own = self.step.folder, ray.get_runtime_context().get_node_id()
+        if own == self.step.doomed and len([*folder.glob("group-*")]) >= self.step.after:
+            (folder / HANGS).touch()
             time.sleep(600.0)
         results = self.machine.evaluate(placements)
+        (folder / f"group-{uuid4()}").touch()
         return [each.measurement for each in results if each.measurement is not None]
 
     def close(self) -> None:

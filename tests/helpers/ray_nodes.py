@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,23 +27,12 @@ def ray_nodes(count: int, processors: int = 1) -> Iterator[tuple[Any, list[Any]]
         cluster.shutdown()
 
 
-class Killer:
-    """Kills a node once a file exists."""
-
-    def __init__(self, cluster: Any, node: Any, flag: Path) -> None:
-        self.cluster = cluster
-        self.node = node
-        self.flag = flag
-        self.thread = threading.Thread(target=self._kill)
-        self.thread.start()
-
-    def _kill(self) -> None:
-        end = time.monotonic() + 120.0
-        while not self.flag.exists():
-            if time.monotonic() > end:
-                return
-            time.sleep(0.05)
-        self.cluster.remove_node(self.node, False)
+def kill(cluster: Any, node: Any) -> None:
+    """Kill a node, and wait until the cluster knows that it is dead."""
+    ray: Any = pytest.importorskip("ray")
+    cluster.remove_node(node, False)
+    while any(each["Alive"] and each["NodeID"] == node.node_id for each in ray.nodes()):
+        time.sleep(0.05)
 
 
 class InTurn:

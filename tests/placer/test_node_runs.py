@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from graphs.extract import Workload
 from placer.choose import MEASURED_CANDIDATES, choose, worth_running
+from placer.costed_step import costed_step
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job
@@ -31,9 +32,9 @@ from placer.ray_cluster.connection import RayCluster
 from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import Runs
 from placer.search.candidate import Candidate, Kind, Prediction
-from tests.helpers.measured_machine import Machine, TimedStep
+from tests.helpers.measured_machine import HANGS, Machine, TimedStep
 from tests.helpers.random_problems import random_problem
-from tests.helpers.ray_nodes import Killer, ray_nodes
+from tests.helpers.ray_nodes import kill, ray_nodes
 
 torch.set_num_threads(1)
 
@@ -84,7 +85,7 @@ class Here(AbstractContextManager["Here", None]):
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
-    def load(self, step: object, report: object) -> None:
+    def load(self, step: object, groups: int, report: object) -> None:
         """Do nothing."""
 
     def measure(
@@ -233,52 +234,49 @@ def test_only_runs_of_this_machine_decide() -> None:
     assert len(short.best(PROBLEM, given)) == 4  # without those that are for nodes
 
 
+class Killer(Silent):
+    """Kills a node when the first group of placements has run, and another one runs there."""
+
+    def __init__(self, cluster: Any, node: Any, is_due: Callable[[], bool] = lambda: True) -> None:
+        self.cluster = cluster
+        self.node = node
+        self.is_due = is_due
+        self.title = ""
+        self.killed_at = 0.0  # share of the groups that had run
+
+    def stage(self, title: str) -> None:
+        self.title = title
+
+    def advance(self, share: float, text: str = "") -> None:
+        is_running = self.title.startswith("Running placements") and share > 0.0
+        if is_running and not self.killed_at and self.is_due():
+            kill(self.cluster, self.node)
+            self.killed_at = share
+
+
 @two_cores
 @pytest.mark.slow
 def test_three_nodes_of_which_one_dies_send_on_the_same_as_two(tmp_path: Path) -> None:
-    def on_nodes(address: str, doomed: str = "") -> tuple[Any, set[str]]:
-        step: Any = TimedStep(PROBLEM, FACTORS, tmp_path, doomed, last=1)
+    def on_nodes(address: str, progress: Silent, doomed: str = "") -> tuple[Any, set[str]]:
+        step: Any = TimedStep(PROBLEM, FACTORS, tmp_path, doomed)
         with (
             RayCluster(address) as cluster,
             MeasuringNodes(cluster, present(("core:0", "core:1"))) as nodes,
         ):
-            runs = NodeRuns(nodes=nodes, step=lambda _: step, progress=Silent())
+            runs = NodeRuns(nodes=nodes, step=lambda _: step, progress=progress)
             after = runs.preselected(PROBLEM, candidates(), 1e9)
         measured = [each.measurement for each in after]
         times = [None if one is None else one.wall_s.tolist() for one in measured]
         return times, {one.node for one in measured if one is not None}
 
     with ray_nodes(3, processors=2) as (cluster, others):
-        killer = Killer(cluster, others[1], tmp_path / "runs")
-        three, _ = on_nodes(cluster.address, others[1].node_id)
-        killer.thread.join()
-        assert (tmp_path / "runs").exists()
-        two, names = on_nodes(cluster.address)
+        killer = Killer(cluster, others[1], (tmp_path / HANGS).exists)
+        three, _ = on_nodes(cluster.address, killer, others[1].node_id)
+        assert 0.0 < killer.killed_at < 1.0
+        two, names = on_nodes(cluster.address, Silent())
     assert three == two
     assert sum(each is not None for each in two) == COUNT - MEASURED_CANDIDATES
     assert len(names) == 2
-
-
-class KillerWhileRunning(Silent):
-    """Kills a node once the first group of placements has been run."""
-
-    def __init__(self, cluster: Any, node: Any) -> None:
-        self.cluster = cluster
-        self.node = node
-        self.title = ""
-        self.titles: list[str] = []
-        self.remarks: list[str] = []
-
-    def stage(self, title: str) -> None:
-        self.titles.append(title)
-
-    def advance(self, share: float, text: str = "") -> None:
-        if self.titles[-1].startswith("Running placements") and share > 0.0 and self.node:
-            self.cluster.remove_node(self.node, False)
-            self.node = None
-
-    def remark(self, text: str) -> None:
-        self.remarks.append(text)
 
 
 class Towers(nn.Module):
@@ -295,18 +293,42 @@ class Towers(nn.Module):
 
 @two_cores
 @pytest.mark.slow
-def test_a_model_is_placed_by_runs_on_three_nodes_of_which_one_dies() -> None:
+def test_three_nodes_of_which_one_dies_run_the_same_placements_of_a_model_as_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     inputs, target = torch.randn(128, 256), torch.randn(128, 256)
     workload = Workload.of(Towers(), inputs, nn.functional.mse_loss, target=target)
+    measure, ran = MeasuringNodes.measure, []
+    steps: list[Any] = []
+
+    def recorded(own: MeasuringNodes, groups: Any, *others: Any) -> Any:
+        found = measure(own, groups, *others)
+        lengths = [len(each) for each in found]
+        ran.append(([[each.devices for each in group] for group in groups], lengths))
+        return found
+
+    def costed_once(*arguments: Any) -> Any:
+        """Return the step with the same measured costs for both searches."""
+        if not steps:
+            steps.append(costed_step(*arguments))
+        return steps[0]
+
+    monkeypatch.setattr(MeasuringNodes, "measure", recorded)
+    monkeypatch.setattr("placer.pipeline.optimization.costed_step", costed_once)
+    first: list[Any] = []
     with ray_nodes(3, processors=2) as (cluster, others):
         search = SearchConfig(budget="2000e", workers=f"ray://{cluster.address}")
-        progress = KillerWhileRunning(cluster, others[1])
-        result = optimize_job(Job.of(workload, "core:0,core:1", search=search), progress)
-    assert progress.node is None
-    assert "Running placements on 3 nodes" in progress.titles
-    tagged = [each for each in result.candidates if each.measurement and each.measurement.node]
-    assert tagged
-    assert all(each.eliminated for each in tagged)
-    assert result.best.measurement is not None
-    assert result.best.measurement.node == ""
+        job = Job.of(workload, "core:0,core:1", search=search)
+        killer = Killer(cluster, others[1])
+        for progress in (killer, Silent()):
+            ran.clear()
+            result = optimize_job(job, progress)
+            first.append(ran[0])  # a second search starts from costs that fit to these runs
+            tagged = [one for one in result.candidates if one.measurement and one.measurement.node]
+            assert tagged
+            assert all(each.eliminated for each in tagged)
+            assert result.best.measurement is not None
+            assert result.best.measurement.node == ""
+    assert 0.0 < killer.killed_at < 1.0
+    assert first[0] == first[1]

@@ -28,7 +28,7 @@ from envs.hardware.torch_devices import one_thread
 from graphs.strict_json import number, text, whole
 from graphs.strict_json import table as as_table
 from placer.policies.network import FORMAT, path_of
-from placer.policies.records import differences, plain
+from placer.policies.records import differences
 from placer.policies.training.config import MEASURED as MEASURED_CONFIG
 from placer.policies.training.config import SIMULATED, TrainingConfig
 from placer.policies.training.learner import Learner, Saved
@@ -81,7 +81,10 @@ def train(
             from placer.policies.measured_decoders import MeasuredDecoders
 
             decoders = MeasuredDecoders.of(
-                *measured, lambda text: report(0.0, text), config.ray_address
+                *measured,
+                lambda text: report(0.0, text),
+                config.ray_address,
+                config.ppo.environments,
             )
             stack.enter_context(closing(decoders))
             curriculum = Curriculum.of_one(decoders.item)
@@ -293,7 +296,7 @@ def _card(
         "format": FORMAT,
         "name": name,
         "trained_on": _trained_on(config, curriculum),
-        "config": plain(config),
+        "config": config.essence(),
         "seed": kept[0]["seed"],
         "others": [row["seed"] for row in kept[1:]],
         "selected_by": "lowest sum of both validation scores; others by what they add to it",

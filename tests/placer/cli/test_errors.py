@@ -14,6 +14,7 @@ from placer.choose import PlacementError
 from placer.cli.errors import JobError, UsageError, exit_code_of, memory_shortage, usage_errors
 from placer.cli.main import main
 from placer.cli.output import check_outputs
+from placer.ray_cluster.address import ClusterError
 from placer.sources.names import TargetError
 from placer.warm_start import WarmStartError
 
@@ -49,6 +50,7 @@ def test_too_little_memory_is_reported_with_its_limit(
         (TargetError("x"), 2),
         (ConstraintError("x"), 2),
         (WarmStartError("x"), 2),
+        (ClusterError("x"), 2),
         (JobError("x"), 1),
         (PlacementError("x"), 1),
         (ValueError("x"), 1),

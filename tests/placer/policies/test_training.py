@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_training_writes_a_policy_with_every_seed_in_its_card(tmp_path: Path) ->
     assert [row["seed"] for row in policy.card["seeds"]] == [0, 1]
     assert policy.card["seed"] in (0, 1)
     assert policy.card["trained_on"]["families"] == ["layered"]
-    assert record(TrainingConfig, policy.card["config"]) == replace(TINY, seeds=2)
+    assert policy.card["config"] == replace(TINY, seeds=2).essence()  # not where it was trained
+    config = record(TrainingConfig, policy.card["config"])
+    assert replace(config, checkpoint_rollouts=1) == replace(TINY, seeds=2)
     assert {"single", "HEFT", "ETF", "untrained, best of 16"} == set(policy.card["baselines"])
     assert not (tmp_path / "here" / "tiny.checkpoint").exists()
     rows = curve(out)  # a line for every rollout
@@ -165,6 +168,20 @@ def test_processes_decode_to_the_same_costs_and_come_back_when_killed() -> None:
         assert (decoders.costs(numbers, weights) == expected).all()
     finally:
         decoders.close()
+
+
+def test_processes_that_die_again_and_again_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying:
+        def submit(self, *_: object) -> None:
+            raise BrokenProcessPool("terminated abruptly")
+
+        def shutdown(self, **_: object) -> None:
+            pass
+
+    monkeypatch.setattr("placer.policies.decoders.ProcessPoolExecutor", lambda *_, **__: Dying())
+    sentence = r"processes that decode died 5 times: is there memory for 2 of them\? .*abruptly"
+    with pytest.raises(OSError, match=sentence):
+        Processes([], 2).costs(np.zeros(2, np.int64), np.ones((2, WEIGHT_COUNT)))
 
 
 def test_processes_that_cannot_be_started_are_an_error_with_a_remedy(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import shutil
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import numba
 import pytest
 import torch
 
+from placer.cli.main import main
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
 from placer.progress import Silent
@@ -23,6 +28,8 @@ from placer.ray_cluster.islands import Islands
 from placer.result import Result
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
+from placer.startup import VERSION
+from tests.helpers.folders import ROOT
 from tests.helpers.random_problems import random_problem
 from tests.helpers.ray_nodes import InTurn, ray_nodes
 
@@ -74,15 +81,66 @@ def test_a_search_gives_the_same_on_three_nodes_of_which_one_dies_and_on_two() -
         assert [(c.name, c.step_ns, c.devices.tolist()) for c in result.candidates] == kept
 
 
+def with_another(name: str, folder: Path) -> Path:
+    """Return a folder with version 0.1 of a package, for the import path of a node."""
+    if name == "torch":
+        other = folder / "torch-0.1.dist-info"
+        other.mkdir(parents=True)
+        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+        return folder
+    for package in ("placer", "envs", "graphs"):
+        shutil.copytree(ROOT / package, folder / package)
+    startup = folder / "placer" / "startup.py"
+    startup.write_text(startup.read_text().replace(f'VERSION = "{VERSION}"', 'VERSION = "0.1"'))
+    return folder
+
+
+def refused(address: str, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the sentence in which a search on a cluster is refused."""
+    graph, cluster = map(str, files)
+    command = ["optimize", graph, "--cluster", cluster, "--out", f"{graph}.placement"]
+    began = time.monotonic()
+    assert main([*command, "--workers", f"ray://{address}", "--budget", "50e", "--quiet"]) == 2
+    assert time.monotonic() - began < MOST_S
+    lines = capsys.readouterr().err.splitlines()
+    [line] = [each for each in lines if each.startswith("placer:")]
+    print(lines)
+    return line
+
+
 @pytest.mark.slow
-def test_a_node_with_another_torch_is_named(tmp_path: Path) -> None:
-    other = tmp_path / "torch-0.1.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+def test_a_node_with_another_version_is_named(
+    tmp_path: Path,
+    files: Callable[..., tuple[Path, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Ray puts this folder before the import path of nodes
     with ray_nodes(1) as (cluster, _):
-        odd = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
-        with pytest.raises(ValueError, match=rf"node \S+:{odd.node_manager_port} .* torch 0\.1"):
-            RayCluster(cluster.address)
+        for name in ("placer", "torch"):
+            place = {"PYTHONPATH": str(with_another(name, tmp_path / name))}
+            odd = cluster.add_node(num_cpus=1, env_vars=place)
+            sentence = refused(cluster.address, files(), capsys)
+            node = rf"placer: node \S+:{odd.node_manager_port} of the Ray cluster"
+            assert re.match(rf"{node} has {name} 0\.1, but this process has {name} \d", sentence)
+            cluster.remove_node(odd)
+
+
+@pytest.mark.slow
+def test_an_address_from_which_nothing_comes_back_is_named(
+    files: Callable[..., tuple[Path, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # what waits to be accepted: the next one has no answer
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        assert f"nothing answers at {address}" in refused(address, files(), capsys)
 
 
 @pytest.mark.slow
@@ -105,7 +163,7 @@ def test_tasks_are_cancelled_or_fail_and_handlers_of_signals_stay(
         (tmp_path / "only_here.py").write_text("class Thing: pass")
         monkeypatch.syspath_prepend(tmp_path)
         thing = importlib.import_module("only_here").Thing()
-        with pytest.raises(OSError, match=r"cannot run the task: .*only_here"):
+        with pytest.raises(OSError, match=r"node [\d.]+ .* cannot run the task: .*only_here"):
             cluster.run(_same, cluster.share(thing, _same), [()])
 
 
@@ -115,7 +173,7 @@ def test_a_task_whose_processes_die_is_repeated_a_few_times(tmp_path: Path) -> N
         shared = cluster.share(tmp_path, _same)
         names = [("first", MOST_DEATHS - 1), ("second", 0)]
         assert cluster.run(_die, shared, names) == ["first", "second"]
-        with pytest.raises(OSError, match="died 5 times on the Ray cluster: is there memory"):
+        with pytest.raises(OSError, match="on the Ray cluster died 5 times: is there memory"):
             cluster.run(_die, shared, [("third", MOST_DEATHS)])
     assert len([*tmp_path.glob("third*")]) == MOST_DEATHS
 

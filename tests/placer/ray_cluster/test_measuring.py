@@ -1,10 +1,11 @@
-"""Measuring on nodes: which devices of theirs stand for ours, and what is sent there."""
+"""Measuring on nodes: who loads the model, who runs what, and what is left when nodes fail."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,62 +26,17 @@ from envs.problem import Problem
 from envs.runtime import calibrated, costed, extraction_for, runtime_for
 from graphs.extract import Workload
 from graphs.graph import GraphArrays
-from placer.ray_cluster.connection import LostError, Node, RayCluster
-from placer.ray_cluster.device_sets import Machine, device_sets, sets_of_all
+from placer.ray_cluster.connection import LostError, Node, NodeProcess, RayCluster
+from placer.ray_cluster.device_sets import Machine
 from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import NodeStep, OtherDevicesError, Runs
-from tests.helpers.ray_nodes import ray_nodes
+from tests.helpers.ray_nodes import kill, ray_nodes
 
 torch.set_num_threads(1)
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 MOST_S = 10.0
 NODE = Node(key="a", name="10.0.0.5:9", cpus=8, gpus=4)
-OTHER = Node(key="b", name="10.0.0.6:9", cpus=1, gpus=0)
-MACHINE = Machine("boot", (0, 2, 4, 6, 8))
-
-
-def test_cores_of_a_node_stand_for_as_many_of_ours() -> None:
-    sets = device_sets(NODE, MACHINE, ("core:0", "core:1"))
-    assert [each.names for each in sets] == [("core:0", "core:2"), ("core:4", "core:6")]
-    assert not sets[0].resources & sets[1].resources
-    [unequal] = device_sets(NODE, MACHINE, ("core:0-2", "core:7"))
-    assert unequal.names == ("core:0+2+4", "core:6")
-    assert unequal.cpus == 4
-    of_another_node = device_sets(NODE._replace(key="c"), MACHINE, ("core:0", "core:1"))
-    assert sets[0].resources == of_another_node[0].resources  # of the same machine
-
-
-def test_ray_numbers_the_gpus_of_each_process() -> None:
-    sets = device_sets(NODE, MACHINE, ("cuda:2", "cuda:3"))
-    assert [each.names for each in sets] == [("cuda:0", "cuda:1")] * 2
-    assert [each.gpus for each in sets] == [2, 2]
-    assert not sets[0].resources & sets[1].resources
-    [alone] = device_sets(NODE, MACHINE, ("cpu", "cuda:1"))
-    assert alone.names == ("cpu", "cuda:0")
-    assert alone.cpus == 8
-
-
-@pytest.mark.parametrize(
-    ("names", "sentence"),
-    [
-        (("core:0", "core:1"), r"node 10\.0\.0\.6:9 .* has 5 cores and offers 1, .* needs 2"),
-        (("cuda:0",), r"node 10\.0\.0\.6:9 .* offers 0 GPUs, .* needs 1"),
-        (("xpu:0",), "CUDA devices run, not xpu:0"),
-    ],
-)
-def test_a_node_without_the_devices_is_named(names: Sequence[str], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        sets_of_all({OTHER: MACHINE}, names)
-
-
-def test_nodes_take_turns_and_the_others_are_listed() -> None:
-    third = NODE._replace(key="c")
-    machines = {NODE: MACHINE, OTHER: MACHINE, third: Machine("boot 2", (0, 1))}
-    sets, reasons = sets_of_all(machines, ("core:0", "core:1"))
-    assert [each.node.key for each in sets] == ["a", "c", "a"]
-    assert len(reasons) == 1
-    assert OTHER.name in reasons[0]
 
 
 def test_runs_of_two_nodes_are_not_compared() -> None:
@@ -142,21 +98,28 @@ def test_what_is_sent_runs_on_other_devices() -> None:
 class Processes:
     """Stands for a Ray cluster: calls run in this process, one answer at a time."""
 
-    def __init__(self, *lost: int) -> None:
+    def __init__(self, *lost: int, cores: int = 2, unreachable: str = "") -> None:
         self.lost = lost  # the calls, by number, whose process dies
+        self.cores = cores  # of each node
+        self.unreachable = unreachable  # a node that does not answer to any call
+        self.started: list[str] = []
         self.answers: list[Any] = []
         self.killed: list[str] = []
         self.most_at_once = 0
 
     def ask(self, function: object) -> dict[Node, Machine]:
         del function
-        return {NODE._replace(key=key, name=key): Machine(key, (0, 1)) for key in "abc"}
+        machine = Machine("", tuple(range(self.cores)))
+        return {NODE._replace(key=key, name=key): machine._replace(boot=key) for key in "abc"}
 
     def share(self, step: Any, prepare: Any) -> Any:
         return step, prepare
 
     def start(self, node: Node, shared: Any, *arguments: Any, cpus: int, gpus: int) -> Any:
         assert (cpus, gpus) == (2, 0)
+        if node.name == self.unreachable == "a":
+            raise LostError("node a does not answer")
+        self.started.append(node.name)
         return Process(self, node, shared[0]), self.answered(None)
 
     def answered(self, value: object) -> int:
@@ -182,6 +145,8 @@ class Process:
         self.step = step
 
     def call(self, function: object, *arguments: Any) -> int:
+        if self.node.name == self.cluster.unreachable:
+            raise LostError("it does not answer")
         try:
             value = self.step(self.node.name, *arguments) if arguments else None
         except DevicesLostError as error:
@@ -201,7 +166,7 @@ def run_of(node: str, group: Sequence[Any], runs: Runs, broken: str = "") -> lis
 
 def measured_on(cluster: Any, step: Any, groups: Any) -> list[list[tuple[str, float]]]:
     with MeasuringNodes(cluster, present(("core:0", "core:1"))) as nodes:
-        nodes.load(step)
+        nodes.load(step, len(groups))
         found = nodes.measure(groups, Runs())
     return [[(one.node, one.median_s) for one in group] for group in found]
 
@@ -225,6 +190,61 @@ def test_groups_take_turns_and_run_again_if_a_process_dies() -> None:
 def test_if_all_nodes_die_it_is_an_error() -> None:
     with pytest.raises(ConnectionError, match="no node of the Ray cluster is left"):
         measured_on(Processes(3, 4, 5, 6, 7), run_of, [[1.0], [2.0], [3.0]])
+
+
+@two_cores
+@pytest.mark.parametrize(("groups", "loaded"), [(1, "ab"), (2, "ab"), (4, "abca"), (9, "abcabc")])
+def test_as_many_sets_load_as_there_are_groups_and_at_least_two(groups: int, loaded: str) -> None:
+    cluster = Processes(cores=4)
+    found = measured_on(cluster, run_of, [[1.0]] * groups)
+    assert "".join(cluster.started) == loaded
+    assert len(found) == groups
+
+
+@two_cores
+def test_sets_in_reserve_load_where_one_cannot_and_when_all_are_lost() -> None:
+    cluster = Processes(0)
+    with pytest.warns(DeviceWarning, match="node a .* died while it loaded"):
+        measured_on(cluster, run_of, [[1.0]])
+    assert cluster.started == ["a", "b", "c"]
+    cluster = Processes(2, 3)  # two have loaded the step: both die while they run the group
+    assert measured_on(cluster, run_of, [[1.0]]) == [[("c", 1.0)]]
+    assert cluster.started == ["a", "b", "c"]
+
+
+@two_cores
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_node_that_answers_to_no_call_is_left_out(node: str) -> None:
+    cluster = Processes(unreachable=node)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = measured_on(cluster, run_of, [[1.0], [2.0], [3.0]])
+    assert [group[0][1] for group in found] == [1.0, 2.0, 3.0]
+    assert {group[0][0] for group in found} == {"a", "b", "c"} - {node}
+    texts = [str(each.message) for each in caught]
+    assert texts == ["node a does not answer; it measures nothing"] * (node == "a")
+
+
+@two_cores
+def test_a_node_with_other_sets_still_measures() -> None:
+    cluster = Processes(1, cores=4)
+    with pytest.warns(DeviceWarning, match="node b .* it died; other devices of it measure"):
+        found = measured_on(cluster, run_of, [[float(number)] for number in range(6)])
+    assert "b" in {node for group in found for node, _ in group}
+
+
+def test_an_error_of_ray_is_one_that_names_the_node() -> None:
+    ray: Any = pytest.importorskip("ray")
+
+    class Actor:
+        class call:  # noqa: N801 - as Ray has it
+            @staticmethod
+            def remote(*_: object) -> None:
+                raise ray.exceptions.RaySystemError("socket closed")
+
+    process = NodeProcess(ray, Actor(), NODE)
+    with pytest.raises(LostError, match=r"node 10\.0\.0\.5:9 .* does not answer: .*socket closed"):
+        process.call(len)
 
 
 @two_cores
@@ -284,8 +304,10 @@ def test_nodes_that_cannot_measure_are_named_in_time() -> None:
             MeasuringNodes(connection, devices)
         assert time.monotonic() - began < MOST_S
         cluster.add_node(num_cpus=2)
-        with pytest.warns(DeviceWarning, match="offers 1, .* it measures nothing"):
+        began = time.monotonic()
+        with pytest.warns(DeviceWarning, match=r"node \S+:\d+ .* offers 1, .* measures nothing"):
             nodes = MeasuringNodes(connection, devices)
+        assert time.monotonic() - began < MOST_S
         with nodes, pytest.raises(ValueError, match=r"node \S+:\d+ .* cannot measure: 'weights'"):
             nodes.load(Unloadable(KeyError("weights")))
         other = OtherDevicesError("its cuda:0 is another")
@@ -294,6 +316,43 @@ def test_nodes_that_cannot_measure_are_named_in_time() -> None:
             pytest.raises(ConnectionError, match="is left to measure"),
         ):
             nodes.load(Unloadable(other))
+
+
+class Numbers:
+    """A step whose placements stand for their step times."""
+
+    def loaded(self, names: Sequence[str]) -> Numbers:
+        return self
+
+    def measure(self, placements: Sequence[Any], runs: Runs) -> list[Measurement]:
+        return run_of("any", placements, runs)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_node_may_die_before_it_loads_before_it_runs_and_when_all_is_done() -> None:
+    devices, groups = present(("core:0", "core:1")), [[1.0, 2.0], [3.0], [4.0]]
+    with ray_nodes(1, processors=2) as (cluster, _), RayCluster(cluster.address) as connection:
+        for dies in ("before loading", "before running", "at the end"):
+            doomed = cluster.add_node(num_cpus=2)
+            with MeasuringNodes(connection, devices) as nodes:
+                assert len(nodes.names) == 2
+                if dies == "before loading":
+                    kill(cluster, doomed)
+                    name = rf"node \S+:{doomed.node_manager_port} "
+                    with pytest.warns(DeviceWarning, match=f"{name}.* died while it loaded"):
+                        nodes.load(Numbers(), len(groups))
+                else:
+                    nodes.load(Numbers(), len(groups))
+                if dies == "before running":
+                    kill(cluster, doomed)
+                found: Any = nodes.measure(groups, Runs())  # type: ignore[arg-type]
+                assert [[one.median_s for one in group] for group in found] == groups
+                if dies == "at the end":
+                    kill(cluster, doomed)
 
 
 class Seen:
@@ -328,7 +387,7 @@ def test_sets_of_one_node_run_at_once_with_gpus_of_their_own(tmp_path: Path) -> 
                 nodes = MeasuringNodes(connection, Cluster(name="two", devices=tuple(devices)))
             with nodes:
                 assert nodes.at_once == 2
-                nodes.load(Seen(tmp_path))
+                nodes.load(Seen(tmp_path), groups=2)
                 found = nodes.measure([[], []], Runs())
     visible = [set(one.failure.split(",")) for [one] in found]
     assert visible[0] | visible[1] == {"0", "1", "2", "3"}
