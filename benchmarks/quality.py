@@ -68,9 +68,10 @@ def searched(
     return Scores(name, np.array(ratios))
 
 
-def step_ns(placer: Placer, item: Exercise, budget: Budget, seed: int) -> int:
+def step_ns(placer: Placer, item: Exercise, budget: Budget, seed: int, *, workers: int = 1) -> int:
     """Return the step time of the best placement that a placer finds."""
-    return placer.place(SearchRequest(item.evaluator.problem, budget, seed=seed))[0].step_ns
+    request = SearchRequest(item.evaluator.problem, budget, seed=seed, workers=workers)
+    return placer.place(request)[0].step_ns
 
 
 def planted_gaps(placer: Placer, budget: Budget, seeds: int, count: int) -> dict[str, list[float]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.instances import Machine
-from benchmarks.large_graphs.large import (
+from benchmarks.large_graphs.problems import (
     Large,
     inceptions_graph,
     layered_graph,

@@ -29,7 +29,7 @@ from placer.search.portfolio import EVOLUTION_SHARE, Portfolio, Proposer
 from placer.search.request import Budget
 
 if TYPE_CHECKING:
-    from benchmarks.large_graphs.large import Large
+    from benchmarks.large_graphs.problems import Large
 
 DECODES: Final = (16, 64, 256)
 SECONDS: Final = (1.0, 5.0, 30.0)

@@ -23,7 +23,7 @@ from benchmarks import (
     startup,
 )
 from benchmarks.__main__ import build_parser, chosen_parts, main
-from benchmarks.large_graphs import huge, large, learning
+from benchmarks.large_graphs import huge, large, learning, problems
 from benchmarks.machine import overhead
 from benchmarks.quality import Scores
 from benchmarks.record import Effort, Record
@@ -215,7 +215,7 @@ def test_planted_problems_reach_their_optimum_and_nothing_known_passes_it() -> N
 
 
 def test_planted_problems_of_unequal_devices_reach_their_optimum() -> None:
-    for item, made in large.planted_unequal(3):
+    for item, made in problems.planted_unequal(3):
         optimum_ns = round(1e9 * made.step_s)
         order = np.arange(len(made.devices), 0, -1.0)
         planted_ns = item.evaluator.costs(np.array([made.devices], np.int32), order[None])[0]
@@ -226,7 +226,9 @@ def test_planted_problems_of_unequal_devices_reach_their_optimum() -> None:
 
 @pytest.mark.parametrize("kinds", ["e", "u", "x"])
 def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> None:
-    small = replace(large.LARGE[-1], make=partial(large.layered_graph, 1, 60, 4, 0.5), kinds=kinds)
+    small = replace(
+        problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5), kinds=kinds
+    )
     budgets = [Budget(evaluations=30)]
     [(name, scores)] = large.large_scores(Portfolio(), [small], budgets, 2).items()
     assert name == f"transformer, 60, 8{kinds}"
@@ -239,7 +241,9 @@ def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> No
 
 
 def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
-    small = replace(large.LARGE[-1], make=partial(large.layered_graph, 1, 60, 4, 0.5), kinds="e")
+    small = replace(
+        problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5), kinds="e"
+    )
     found = huge.searched(Portfolio(), huge.Huge("small", small.problem, Budget(evaluations=30)), 2)
     assert found["ops"] == 60
     assert 0 < found["bound"] <= min(found["steps"]) <= max(found["steps"]) <= 1
@@ -249,16 +253,16 @@ def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
 
 
 def test_learning_is_compared_at_equal_decodes() -> None:
-    small = replace(large.LARGE[-1], make=partial(large.layered_graph, 1, 60, 4, 0.5))
-    problems = [replace(small, kinds=kinds) for kinds in "eu"]
+    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
+    items = [replace(small, kinds=kinds) for kinds in "eu"]
     of = learning.proposers()
-    found = learning.compared(of, problems, (16, 64), 2, seconds=False)
+    found = learning.compared(of, items, (16, 64), 2, seconds=False)
     assert [own.name for own in found[16]] == list(of)
     for few, many in zip(found[16], found[64], strict=True):
         assert many.median() <= few.median() <= 1.0
-    again = learning.compared(of, problems, (16,), 2, seconds=False)
+    again = learning.compared(of, items, (16,), 2, seconds=False)
     assert [own.ratios.tolist() for own in again[16]] == [own.ratios.tolist() for own in found[16]]
-    table = learning.learning_table("Learning", problems, found, unit="decodes")
+    table = learning.learning_table("Learning", items, found, unit="decodes")
     assert table.columns[1:3] == ("16 decodes", "16 decodes, unequal")
     assert [len(row) for row in table.rows] == [5] * len(of)
 

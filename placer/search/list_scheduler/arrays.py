@@ -39,9 +39,10 @@ class SchedulingArrays(NamedTuple):
     latency: Floats  # (D, D) ns
     ns_per_byte: Floats  # (D, D)
     connected: Bools  # (D, D)
-    queue: Ints  # (D, D), -1 if transfers never wait
+    all_connected: bool
+    queue: Ints  # (D, D), queue_count if transfers never wait
     queue_count: int
-    out_queue: Ints  # (D,) a queue that transfers from a device wait in, or -1
+    out_queue: Ints  # (D,) a queue that transfers from a device wait in, or queue_count
     once_per_destination: bool
     memory: Floats  # (D,) bytes
     memory_matters: bool  # False if everything fits on every device
@@ -103,6 +104,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     memory = np.array(problem.memory_bytes, np.float64)
     everything = resident.sum() + held.sum() + output.sum() + workspace.max()
     queue = np.array(problem.queue, np.int32)
+    out_queue = queue.max(axis=1)
     return SchedulingArrays(
         cost=cost,
         allowed=allowed,
@@ -116,9 +118,10 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         latency=latency,
         ns_per_byte=ns_per_byte,
         connected=np.array(problem.connected),
-        queue=queue,
+        all_connected=bool(problem.connected.all()),
+        queue=np.where(queue < 0, problem.queue_count, queue).astype(np.int32),
         queue_count=int(problem.queue_count),
-        out_queue=queue.max(axis=1).astype(np.int32),
+        out_queue=np.where(out_queue < 0, problem.queue_count, out_queue).astype(np.int32),
         once_per_destination=bool(problem.cluster.once_per_destination),
         memory=memory,
         memory_matters=bool(everything > memory.min()),

@@ -30,6 +30,7 @@ from envs.compiled import compiled_borrowing, compiled_inline
 from envs.problem import Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import OP_FEATURE_COUNT, SchedulingArrays
 from placer.search.list_scheduler.partial_schedule import (
+    LOG_COUNT,
     PartialSchedule,
     commit,
     empty_schedule,
@@ -55,8 +56,9 @@ WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
 MOST_CONSUMERS: Final = 6
 MOST_SIBLINGS: Final = 8
 FARTHEST_FINISH: Final = 10.0
+ONE: Final = np.float32(1.0)
 LOGARITHMIC: Final = (0, 2, 3, 5, 6, 7, 9, 10, 13)
-"""Device features with a soft logarithm: all but the last are times."""
+"""Device features with a soft logarithm; that of the sight comes last."""
 
 
 def _heft() -> Floats:
@@ -115,13 +117,6 @@ def _order_scores(problem: SchedulingArrays, rows: Floats) -> Floats:
     return scores
 
 
-@compiled_inline
-def soft_log1(x: float) -> float:
-    """Compute :func:`placer.search.list_scheduler.arrays.soft_log` of a scalar."""
-    root = np.sqrt(np.sqrt(1.0 + x))
-    return float(2.0 * (root - 1.0 / root))
-
-
 @compiled_borrowing
 def _decode(
     o: SchedulingArrays,
@@ -148,14 +143,15 @@ def _decode_in_order(
     priority: Floats,
 ) -> None:
     u, sighted = weights[OP_FEATURE_COUNT:WEIGHT_COUNT], weights[WEIGHT_COUNT:]
-    uses_sight = False
+    uses_sight, uses_logs = False, sighted[1] != 0.0
     for k in range(DEVICE_SIGHT_COUNT):
         uses_sight |= sighted[k] != 0.0
+    for f in LOGARITHMIC:
+        uses_logs |= u[f] != 0.0
     count = len(devices)
     for k in range(count):
         schedule.rank[order[k]] = k
     size = reset(o, schedule)
-    _place_rows(schedule, u)
     for position in range(count):
         v = order[pop(schedule.heap, size)]
         size -= 1
@@ -163,16 +159,19 @@ def _decode_in_order(
         if chosen < 0:  # no op of its group has decided
             latest = gather_inputs(o, schedule, devices, v)
             best_tier = rank_devices(o, schedule, v)
-            _score(o, schedule, devices, u, v, latest, best_tier)
+            _begin(o, schedule, u[1], v, best_tier, uses_logs)
+            _add_shares(o, schedule, devices, u, v, latest)
             if uses_sight:
                 add_sight(o, schedule, sight, sighted, v, best_tier)
+            if uses_logs:
+                _add_logs(schedule, u, sighted[1])
             chosen = _choose(schedule, best_tier)
         devices[v] = chosen
         priority[v] = count - position
         if schedule.heaviest_home[v] >= 0:
             schedule.crowd[schedule.heaviest_home[v]] -= 1.0
         commit(o, schedule, devices, v, chosen)
-        release(o, schedule, devices, v, chosen)
+        release(o, schedule, v, chosen)
         for s in range(o.successor_start[v], o.successor_start[v + 1]):
             w = o.successors[s]
             schedule.waiting[w] -= 1
@@ -182,34 +181,58 @@ def _decode_in_order(
 
 
 @compiled_inline
-def _place_rows(schedule: PartialSchedule, u: Floats) -> None:
-    """Give every feature with a weight a row, those with a soft logarithm first."""
-    count = 0
-    for f in LOGARITHMIC:
-        schedule.place[f] = count if u[f] != 0.0 else -1
-        count += u[f] != 0.0
-    schedule.place[DEVICE_FEATURE_COUNT] = count
+def _begin(
+    o: SchedulingArrays,
+    schedule: PartialSchedule,
+    weight: float,
+    v: int,
+    best_tier: int,
+    uses_logs: bool,
+) -> None:
+    """Start the values of op v's devices with feature 1, and fill the features for logarithms."""
+    free, data, load, begin = schedule.free, schedule.data, schedule.load, schedule.begin
+    device_count = len(free)
+    least_start = np.inf
+    least_finish = np.inf
+    least_free = np.inf
+    least_load = np.inf
+    for d in range(device_count):
+        begin[d] = max(free[d], data[d])
+        if schedule.tier[d] == best_tier:
+            least_start = min(least_start, begin[d])
+            least_finish = min(least_finish, begin[d] + o.cost[v, d])
+            least_free = min(least_free, free[d])
+            least_load = min(least_load, load[d])
+    unit = 1.0 / o.scale
+    for d in range(device_count):
+        regret = (begin[d] + o.cost[v, d] - least_finish) * unit
+        schedule.value[d] = weight * min(regret, FARTHEST_FINISH)
+        if uses_logs:
+            at = d * LOG_COUNT
+            logs = schedule.logs
+            logs[at] = regret
+            logs[at + 1] = (begin[d] - least_start) * unit
+            logs[at + 2] = (free[d] - least_free) * unit
+            logs[at + 3] = schedule.bring[d] * unit
+            logs[at + 4] = max(data[d] - free[d], 0.0) * unit
+            logs[at + 5] = max(free[d] - data[d], 0.0) * unit
+            logs[at + 6] = (load[d] - least_load) * unit
+            logs[at + 7] = max(schedule.queue_free[o.out_queue[d]] - begin[d], 0.0) * unit
+            logs[at + 8] = schedule.crowd[d]
+            logs[at + 9] = 0.0
 
 
 @compiled_inline
-def _score(
+def _add_shares(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     devices: Ints,
     u: Floats,
     v: int,
     latest: int,
-    best_tier: int,
 ) -> None:
-    row, value, place = schedule.row, schedule.value, schedule.place
-    device_count = len(schedule.free)
-    _fill_rows(o, schedule, u, v, best_tier)
-    scale, end = o.scale, place[DEVICE_FEATURE_COUNT] * device_count
-    for k in range(end if place[13] < 0 else place[13] * device_count):
-        row[k] /= scale
-    for k in range(end):  # several at once, as a vector
-        row[k] = soft_log1(row[k])
-    _add_rows(schedule, u, 0, 4)
+    """Add the features of where inputs, and the consumers' other inputs, are."""
+    value, device_count = schedule.value, len(schedule.free)
     if u[4] != 0.0:
         total = 0.0
         for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
@@ -217,18 +240,30 @@ def _score(
         if total > 0.0:
             for d in range(device_count):
                 value[d] += u[4] * schedule.have[d] / total
-    _add_rows(schedule, u, 5, 8)
     if u[8] != 0.0:
         total = _siblings(o, v, devices, schedule.sibling)
         if total > 0.0:
             for d in range(device_count):
                 value[d] += u[8] * schedule.sibling[d] / total
-    _add_rows(schedule, u, 9, 11)
     if schedule.heaviest_home[v] >= 0:
         value[schedule.heaviest_home[v]] += u[11]
     if latest >= 0:
         value[latest] += u[12]
-    _add_rows(schedule, u, 13, 14)
+
+
+@compiled_inline
+def _add_logs(schedule: PartialSchedule, u: Floats, of_sight: float) -> None:
+    """Add the features with a soft logarithm to the values of the devices."""
+    logs, value = schedule.logs, schedule.value
+    for k in range(len(logs)):  # several at once, as a vector
+        root = np.sqrt(np.sqrt(ONE + logs[k]))
+        logs[k] = root - ONE / root
+    for d in range(len(value)):
+        at = d * LOG_COUNT
+        total = of_sight * logs[at + LOG_COUNT - 1]
+        for k, f in enumerate(LOGARITHMIC):
+            total += u[f] * logs[at + k]
+        value[d] += 2.0 * total
 
 
 @compiled_inline
@@ -243,79 +278,6 @@ def _choose(schedule: PartialSchedule, best_tier: int) -> int:
             best = value
             chosen = d
     return chosen
-
-
-@compiled_inline
-def _add_rows(schedule: PartialSchedule, u: Floats, first: int, end: int) -> None:
-    row, value, device_count = schedule.row, schedule.value, len(schedule.free)
-    for f in range(first, end):
-        at = schedule.place[f] * device_count
-        if at >= 0:
-            weight = u[f]
-            for d in range(device_count):
-                value[d] += weight * row[at + d]
-
-
-@compiled_inline
-def _fill_rows(
-    o: SchedulingArrays, schedule: PartialSchedule, u: Floats, v: int, best_tier: int
-) -> None:
-    """Fill the rows of features with a soft logarithm, and start the values with feature 1."""
-    free, data, load = schedule.free, schedule.data, schedule.load
-    begin, row, place = schedule.begin, schedule.row, schedule.place
-    device_count = len(free)
-    least_start = np.inf
-    least_finish = np.inf
-    least_free = np.inf
-    least_load = np.inf
-    for d in range(device_count):
-        begin[d] = max(free[d], data[d])
-        if schedule.tier[d] == best_tier:
-            least_start = min(least_start, begin[d])
-            least_finish = min(least_finish, begin[d] + o.cost[v, d])
-            least_free = min(least_free, free[d])
-            least_load = min(least_load, load[d])
-    scale, weight = o.scale, u[1]
-    for d in range(device_count):
-        regret = (begin[d] + o.cost[v, d] - least_finish) / scale
-        schedule.value[d] = weight * min(regret, FARTHEST_FINISH)
-    if place[0] >= 0:
-        at = place[0] * device_count
-        for d in range(device_count):
-            row[at + d] = begin[d] + o.cost[v, d] - least_finish
-    if place[2] >= 0:
-        at = place[2] * device_count
-        for d in range(device_count):
-            row[at + d] = begin[d] - least_start
-    if place[3] >= 0:
-        at = place[3] * device_count
-        for d in range(device_count):
-            row[at + d] = free[d] - least_free
-    if place[5] >= 0:
-        at = place[5] * device_count
-        for d in range(device_count):
-            row[at + d] = schedule.bring[d]
-    if place[6] >= 0:
-        at = place[6] * device_count
-        for d in range(device_count):
-            row[at + d] = max(data[d] - free[d], 0.0)
-    if place[7] >= 0:
-        at = place[7] * device_count
-        for d in range(device_count):
-            row[at + d] = max(free[d] - data[d], 0.0)
-    if place[9] >= 0:
-        at = place[9] * device_count
-        for d in range(device_count):
-            row[at + d] = load[d] - least_load
-    if place[10] >= 0:
-        at = place[10] * device_count
-        for d in range(device_count):
-            q = o.out_queue[d]
-            row[at + d] = max(schedule.queue_free[q] - begin[d], 0.0) if q >= 0 else 0.0
-    if place[13] >= 0:
-        at = place[13] * device_count
-        for d in range(device_count):
-            row[at + d] = schedule.crowd[d]
 
 
 @compiled_inline

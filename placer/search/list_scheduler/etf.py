@@ -131,17 +131,16 @@ def _etf(
         begin = free[device]
         for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
             p = o.predecessors[e]
-            arrival = finish[p]
-            if devices[p] != device:
-                arrival = _arrival(o, e, devices[p], device, finish[p], sent, queue_free)
-                if sent[p, device] < 0.0:
-                    q = o.queue[devices[p], device]
-                    if q >= 0:
-                        queue_free[q] = arrival
-                    if o.once_per_destination:
-                        sent[p, device] = arrival
+            arrival = _arrival(o, e, devices[p], device, finish[p], sent, queue_free)
+            if sent[p, device] < 0.0:
+                q = o.queue[devices[p], device]
+                if q < o.queue_count:
+                    queue_free[q] = arrival
+                if o.once_per_destination:
+                    sent[p, device] = arrival
             begin = max(begin, arrival)
         finish[v] = begin + o.cost[v, device]
+        sent[v, device] = finish[v]
         free[device] = finish[v]
 
         for s in range(o.successor_start[v], o.successor_start[v + 1]):
@@ -165,10 +164,8 @@ def _etf(
             for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
                 p = o.predecessors[e]
                 for d in range(device_count):
-                    arrival = finish[p]
-                    if d != devices[p]:
-                        arrival = _arrival(o, e, devices[p], d, finish[p], sent, queue_free)
-                        reach[w, d] &= o.connected[devices[p], d]
+                    arrival = _arrival(o, e, devices[p], d, finish[p], sent, queue_free)
+                    reach[w, d] &= o.connected[devices[p], d]
                     data[w, d] = max(data[w, d], arrival)
 
 
@@ -186,7 +183,5 @@ def _arrival(
     copied = sent[o.predecessors[e], device]
     if copied >= 0.0:
         return float(copied)
-    q = o.queue[home, device]
-    if q >= 0:
-        finish = max(finish, queue_free[q])
+    finish = max(finish, queue_free[o.queue[home, device]])
     return float(finish + o.latency[home, device] + o.edge_bytes[e] * o.ns_per_byte[home, device])

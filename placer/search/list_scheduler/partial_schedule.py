@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_inline, int64
 from envs.problem import Bools, Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import SchedulingArrays
 
-MOST_ROWS: Final = 14
-"""Device features of a decoder."""
+LOG_COUNT: Final = 10
+"""Device features of a decoder that have a soft logarithm."""
 
 
 @by_pointer
@@ -24,9 +25,9 @@ class PartialSchedule(NamedTuple):
     unread: Ints  # (N,) number of consumers not yet placed
     heaviest_home: Ints  # (N,) device of a ready op's heaviest input, or -1
     finish: Floats  # (N,) ns
-    sent: Floats  # (N, D) arrival of a copy of an output, -1 if not sent
+    sent: Floats  # (N, D) arrival of an output or a copy of it, ns, -1 if it is not there
     pinned: Ints  # device of each co-location group, or -1
-    queue_free: Floats  # by queue, ns
+    queue_free: Floats  # by queue, ns; the last one, of transfers that never wait, is always free
     free: Floats  # from here on (D,); when the device is free, ns
     load: Floats
     resident: Floats  # bytes of parameters, gradients and optimizer state
@@ -42,8 +43,7 @@ class PartialSchedule(NamedTuple):
     tier: Longs
     begin: Floats  # when the op could start, ns
     value: Floats  # score of the device
-    row: Floats  # features by row, one value per device
-    place: Longs  # row of each feature, -1 for none, and the number of rows
+    logs: NDArray[np.float32]  # (D * LOG_COUNT,) features of the devices with a soft logarithm
 
 
 def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
@@ -60,11 +60,10 @@ def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
         finish=np.zeros(count),
         sent=np.zeros((count, devices)),
         pinned=np.zeros(len(problem.group_resident), np.int32),
-        queue_free=np.zeros(problem.queue_count),
+        queue_free=np.zeros(problem.queue_count + 1),
         reach=np.zeros(devices, np.bool_),
         tier=np.zeros(devices, np.int64),
-        row=np.zeros(MOST_ROWS * devices),
-        place=np.full(MOST_ROWS + 1, -1, np.int64),
+        logs=np.zeros(devices * LOG_COUNT, np.float32),
         **{name: np.zeros(devices) for name in (*of_devices, *of_op)},
     )
 
@@ -98,37 +97,37 @@ def gather_inputs(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints,
     Returns the device of the input that finishes last.
     """
     device_count = len(schedule.free)
+    data, have, bring, sent = schedule.data, schedule.have, schedule.bring, schedule.sent
+    queue_free = schedule.queue_free
     for d in range(device_count):
-        schedule.data[d] = 0.0
-        schedule.bring[d] = 0.0
+        data[d] = 0.0
+        bring[d] = 0.0
+        have[d] = 0.0
         schedule.bring_bytes[d] = 0.0
-        schedule.have[d] = 0.0
         schedule.reach[d] = True
     latest = -1
     latest_finish = -1.0
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         p = o.predecessors[e]
         home = devices[p]
-        if schedule.finish[p] > latest_finish:
-            latest_finish = schedule.finish[p]
+        finish, size, mean = schedule.finish[p], o.edge_bytes[e], o.edge_ns[e]
+        if finish > latest_finish:
+            latest_finish = finish
             latest = home
-        for d in range(device_count):
-            arrival = schedule.finish[p]
-            if d == home:
-                schedule.have[d] += o.edge_ns[e]
-            elif schedule.sent[p, d] >= 0.0:
-                arrival = schedule.sent[p, d]
-                schedule.have[d] += o.edge_ns[e]
-            else:
-                schedule.reach[d] &= o.connected[home, d]
-                transfer = o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
-                q = o.queue[home, d]
-                if q >= 0:
-                    arrival = max(arrival, schedule.queue_free[q])
-                arrival += transfer
-                schedule.bring[d] += transfer
-                schedule.bring_bytes[d] += o.edge_bytes[e]
-            schedule.data[d] = max(schedule.data[d], arrival)
+        for d in range(device_count):  # without branches, which would be mispredicted
+            at = sent[p, d]
+            there = at >= 0.0
+            transfer = o.latency[home, d] + size * o.ns_per_byte[home, d]
+            arrival = max(finish, queue_free[o.queue[home, d]]) + transfer
+            data[d] = max(data[d], at if there else arrival)
+            have[d] += mean if there else 0.0
+            bring[d] += 0.0 if there else transfer
+        if not o.all_connected:
+            for d in range(device_count):
+                schedule.reach[d] &= o.connected[home, d] or sent[p, d] >= 0.0
+        if o.memory_matters:
+            for d in range(device_count):
+                schedule.bring_bytes[d] += 0.0 if sent[p, d] >= 0.0 else size
     return latest
 
 
@@ -138,10 +137,16 @@ def rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int:
 
     Returns the best tier.
     """
+    best_tier = 0
+    if not o.memory_matters and o.group[v] < 0:
+        for d in range(len(schedule.free)):
+            tier = (3 if schedule.reach[d] else 1) if o.allowed[v, d] else 0
+            schedule.tier[d] = tier
+            best_tier = max(best_tier, tier)
+        return best_tier
     group = o.group[v]
     pinned = schedule.pinned[group] if group >= 0 else -1
     resident = _new_resident_bytes(o, schedule, v)
-    best_tier = 0
     for d in range(len(schedule.free)):
         tier = 0
         if o.allowed[v, d] and (pinned < 0 or pinned == d):
@@ -165,29 +170,26 @@ def commit(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int
     begin = schedule.free[d]
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         p = o.predecessors[e]
-        home = devices[p]
-        arrival = schedule.finish[p]
-        if home != d:
-            if schedule.sent[p, d] >= 0.0:
-                arrival = schedule.sent[p, d]
-            else:
-                q = o.queue[home, d]
-                if q >= 0:
-                    arrival = max(arrival, schedule.queue_free[q])
-                arrival += o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
-                if q >= 0:
-                    schedule.queue_free[q] = arrival
-                if o.once_per_destination:
-                    schedule.sent[p, d] = arrival
-                    schedule.active[d] += o.output[p]
+        arrival = schedule.sent[p, d]
+        if arrival < 0.0:
+            home = devices[p]
+            q = o.queue[home, d]
+            arrival = max(schedule.finish[p], schedule.queue_free[q])
+            arrival += o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
+            if q < o.queue_count:
+                schedule.queue_free[q] = arrival
+            if o.once_per_destination:
+                schedule.sent[p, d] = arrival
+                schedule.active[d] += o.output[p]
         begin = max(begin, arrival)
     schedule.finish[v] = begin + o.cost[v, d]
+    schedule.sent[v, d] = schedule.finish[v]
     schedule.free[d] = schedule.finish[v]
     schedule.load[d] += o.cost[v, d]
 
 
 @compiled_inline
-def release(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int, d: int) -> None:
+def release(o: SchedulingArrays, schedule: PartialSchedule, v: int, d: int) -> None:
     """Account for op v's output, and free inputs without further consumers, with all copies."""
     schedule.active[d] += o.output[v] + o.held[v]
     schedule.peak[d] = max(schedule.peak[d], schedule.active[d] + o.workspace[v])
@@ -197,7 +199,6 @@ def release(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: in
         p = o.predecessors[e]
         schedule.unread[p] -= 1
         if schedule.unread[p] == 0:
-            schedule.active[devices[p]] -= o.output[p]
             for other in range(len(schedule.free)):
                 if schedule.sent[p, other] >= 0.0:
                     schedule.active[other] -= o.output[p]

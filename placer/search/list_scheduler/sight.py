@@ -26,7 +26,7 @@ import numpy as np
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
 from envs.problem import Bools, Floats, Ints, Problem
 from placer.search.list_scheduler.arrays import BASE_ORDER_SCORE, SchedulingArrays, soft_log
-from placer.search.list_scheduler.partial_schedule import PartialSchedule
+from placer.search.list_scheduler.partial_schedule import LOG_COUNT, PartialSchedule
 
 SIGHT_COUNT: Final = 8
 DEVICE_SIGHT_COUNT: Final = 6
@@ -152,7 +152,10 @@ def add_sight(
     v: int,
     best_tier: int,
 ) -> None:
-    """Add the device features, by their ``weights``, to the values of op v's devices."""
+    """Add the device features, by their ``weights``, to the values of op v's devices.
+
+    That with a soft logarithm is only put among the others.
+    """
     value, through, near = schedule.value, sight.through, sight.near
     device_count = len(value)
     if weights[3] != 0.0:
@@ -188,8 +191,7 @@ def add_sight(
     scale = o.scale
     for d in range(device_count):
         regret = (through[d] - least) / scale
-        root = np.sqrt(np.sqrt(1.0 + regret))
-        value[d] += weights[1] * (2.0 * (root - 1.0 / root))
+        schedule.logs[(d + 1) * LOG_COUNT - 1] = regret
         value[d] += weights[2] * min(regret, FARTHEST)
     if total > 0.0:
         for d in range(device_count):
