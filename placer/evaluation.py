@@ -24,7 +24,7 @@ from graphs.extract import AUTO
 from graphs.text import suggestion
 from placer.costed_step import costed_step
 from placer.job import Constraints, Job, SearchConfig, Source
-from placer.messages import no_hand_over
+from placer.messages.remarks import no_hand_over
 from placer.progress import Progress, Silent, counter
 from placer.result import Result
 from placer.search.candidate import Kind

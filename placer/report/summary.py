@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.hardware.units import human_bytes, milliseconds
-from placer.messages import NO_OPTIMIZER
+from placer.messages.remarks import NO_OPTIMIZER
 from placer.report.table import human_flops
 
 if TYPE_CHECKING:
