@@ -195,6 +195,8 @@ class Result:
                 self.trouble, stopped=self.stopped and self.measuring_s > 0 and not was_run
             )
         ]
+        if self.extraction is not None:
+            lines.append(remarks.whole_modules(self.extraction))
         lines.append(remarks.busy_machine(self.candidates, contended=contended))
         if self.unconfirmed:
             lines.append(remarks.few_rounds(best))
@@ -214,7 +216,8 @@ class Result:
         lines += remarks.unpredicted_memory(best)
         lines += remarks.failures(self.candidates)
         if self.extraction is not None:
-            lines += remarks.extraction_remarks(self.extraction, refusal=not self._refusal)
+            of_extraction = remarks.extraction_remarks(self.extraction, refusal=not self._refusal)
+            lines += [line for line in of_extraction if line not in lines]
         lines += [remarks.no_optimizer(self.problem), contention_warning(self.problem.cluster)]
         return [line for line in lines if line]
 

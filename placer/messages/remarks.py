@@ -219,6 +219,16 @@ def core_refusal(extraction: Extraction) -> str:
     return refusal and f"{refusal[0].upper()}{refusal[1:]}."
 
 
+def whole_modules(extraction: Extraction) -> str:
+    """Return why whole modules are placed although nobody asked for them, "" if ops are."""
+    from graphs.extract.extraction import by_reason
+
+    if extraction.extractor != "modules" or not extraction.fell_back:
+        return ""
+    _, _, reason = by_reason(extraction.fell_back)[-1].partition(": ")
+    return f"Whole modules are placed, not ops: {reason}"
+
+
 def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[str]:
     """Return remarks on the extraction, the most important first; of cores with ``refusal``."""
     from graphs.extract.errors import shown_lines
@@ -230,8 +240,10 @@ def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[
             "A placed step leaves out what only checks or reports values: "
             f"{shown_lines(extraction.unchecked)}."
         )
-    remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
-    return remarks
+    reasons = [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
+    if of_modules := whole_modules(extraction):
+        return [of_modules, *remarks, *reasons[:-1]]
+    return [*remarks, *reasons]
 
 
 # --- the legend of the table of candidates
