@@ -34,7 +34,8 @@ from graphs.workload import WRAPPED, ExtractionError, StepError, Workload
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 IN_OWN_CODE: Final = (
-    "Choose with torch.where, mask instead of selecting, or let every expert compute every token"
+    "Choose with torch.where instead of `if`, mask instead of selecting, or let every expert "
+    "compute every token"
 )
 IN_LIBRARY: Final = (
     "The lines are in an installed package: give the model the inputs and options with which it "

@@ -217,6 +217,11 @@ def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -
     assert result.verdict == (
         "Leave the model unplaced, on core:0-1: 1.50x faster than on core:0, measured."
     )
+    result = result_of([unplaced("core:0-1", 1.5), unplaced("core:0", 1.0)])
+    assert result.verdict == (
+        "Leave the model unplaced, on core:0: 1.50x faster than with torch's threads on core:0-1, "
+        "measured."
+    )
     assert result_of([unplaced("core:0", 1.5)]).verdict == "Leave the model unplaced, on core:0."
     assert worth_running([unplaced("core:0", 1.5)], PAIR) == [0]
     predicted = replace(unplaced("core:0", 1.5), measurement=None)
