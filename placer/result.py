@@ -182,8 +182,9 @@ class Result:
     @property
     def _refusal(self) -> list[str]:
         """Return why no op could be placed, where only the unplaced model was run."""
-        refused = self.extraction is not None and all(each.is_unplaced for each in self.candidates)
-        return [remarks.core_refusal(self.extraction)] if refused and self.extraction else []
+        if self.extraction is None or not all(each.is_unplaced for each in self.candidates):
+            return []
+        return list(filter(None, [remarks.core_refusal_in_short(self.extraction)]))
 
     @property
     def remarks(self) -> list[str]:

@@ -219,6 +219,19 @@ def core_refusal(extraction: Extraction) -> str:
     return refusal and f"{refusal[0].upper()}{refusal[1:]}."
 
 
+def core_refusal_in_short(extraction: Extraction) -> str:
+    """Return in one sentence why ops cannot be placed on pinned cores, "" if they can."""
+    from graphs.extract.errors import shown_lines
+
+    if not extraction.core_refusal:
+        return ""
+    return (
+        f"The ops of {type(extraction.step.model).__name__} cannot be placed on pinned cores, "
+        f"since it reads values of tensors ({shown_lines(extraction.depends_on_data)}): extractor "
+        "modules places whole modules."
+    )
+
+
 def whole_modules(extraction: Extraction) -> str:
     """Return why whole modules are placed although nobody asked for them, "" if ops are."""
     from graphs.extract.extraction import by_reason

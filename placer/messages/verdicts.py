@@ -122,7 +122,8 @@ def only_unplaced(best: Candidate, others: Sequence[Candidate], *, contended: bo
     best_s = best.ranking_s(contended=contended)
     slower = [
         f"{ratio_of(each.ranking_s(contended=contended), best_s):.2f}x faster than "
-        f"{"with torch's threads " if each.is_on_threads else ''}on {name}"
+        + ("with torch's threads " if each.is_on_threads else "")
+        + f"on {name}"
         for each in others
         if each.can_run and each.is_comparable(contended=contended)
         for name in each.placement.used_devices

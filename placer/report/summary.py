@@ -43,7 +43,7 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
     console.print(table)
     if summary.work:
         console.print(
-            "Headroom is for any number of such devices; N of them are at most N times as fast as one."
+            "Headroom is for any number of such devices; N of them are at most N times as fast."
         )
     if summary.ops["backward"] and not summary.ops["optimizer"]:
         console.print(NO_OPTIMIZER)
