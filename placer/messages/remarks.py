@@ -89,16 +89,10 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
             "again when `placer machine` says good."
         )
     slower = float(np.median([runs.contention for each, runs in ran if not each.is_unplaced]))
-    alone = ", ".join(
-        f"{runs.contention:.3g} x on {each.placement.device_names[each.devices[0]]}"
-        for each, runs in ran
-        if each.is_single
-    )
     return (
-        f"This machine was busy (wall times are {slower:.3g} x CPU-clock times"
-        f"{f', {alone} alone' if alone else ''}, and up to {CONTENDED} x is quiet), so candidates "
-        f"are compared by {CPU_CLOCK}: clear cached times with `placer machine --clear-cache` and "
-        "run again when `placer machine` says good."
+        f"This machine was busy: wall times are {slower:.3g} x CPU-clock times, where up to "
+        f"{CONTENDED} x is quiet, so candidates are compared by {CPU_CLOCK}; clear cached times "
+        "with `placer machine --clear-cache` and run again when `placer machine` says good."
     )
 
 
