@@ -39,10 +39,15 @@ def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended:
 
 
 def undecided(best: Candidate, other: Candidate | None) -> str:
-    """Return that the clocks disagree whether the best is faster, "" if they agree."""
+    """Return that the clocks disagree whether the best is faster, "" if they agree.
+
+    They do not where the CPU clocks have no direction, since both are within noise.
+    """
     if other is None or best.measurement is None or other.measurement is None:
         return ""
     one, two = best.measurement, other.measurement
+    if tied(one, two, contended=True):
+        return ""
     by_cpu = ratio_of(two.cpu_clock_median_s, one.cpu_clock_median_s)
     by_wall = ratio_of(two.median_s, one.median_s)
     return clocks_disagree(by_cpu, by_wall, _described(other))

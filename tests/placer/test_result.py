@@ -204,12 +204,13 @@ def test_clocks_that_disagree_on_a_busy_machine_decide_nothing(
 
 
 def test_the_unplaced_model_is_left_on_a_busy_machine_only_if_the_clocks_agree() -> None:
-    def result(wall_s: float) -> Result:
-        placed = by_clocks(candidate(HEFT, 1.0), 2.0, wall_s)
+    def result(wall_s: float, cpu_clock_s: float = 2.0) -> Result:
+        placed = by_clocks(candidate(HEFT, 1.0), cpu_clock_s, wall_s)
         return result_of([by_clocks(unplaced("core:0", 1.0), 1.0, 4.0), placed])
 
     assert "It is 2.00x faster than the fastest placement, HEFT." in result(5.0).verdict
     assert result(3.0).verdict.startswith("Undecided: it is faster than HEFT by CPU-clock time but")
+    assert "took 1.00x as long, which is within noise" in result(5.0, 0.999).verdict
 
 
 def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -> None:
