@@ -214,13 +214,16 @@ def unwrapped(name: str) -> str:
 
 def _unclear_target(model: nn.Module, keywords: Mapping[str, Any], names: Sequence[str]) -> str:
     forward = f"{type(model).__name__}.forward"
+    apart = "give the target as the fourth value of the function (target= in Python)"
     if names:
-        reason = f"{forward} does not take {' and '.join(map(repr, names))}"
-    else:
-        reason = f"there is none that {forward} does not take"
+        return (
+            f"which of the inputs {' and '.join(map(repr, names))}, which {forward} does not take, "
+            f"is the target of the loss function? Keep one of them, or {apart}"
+        )
     return (
-        f"which of the inputs {', '.join(map(repr, keywords))} is the target of the loss function? "
-        f"{reason}: name it (target=...), or give a tuple of arguments with the target at its end"
+        f"the loss function has no target, since {forward} takes all inputs "
+        f"({', '.join(map(repr, keywords))}): leave the loss function out if the model returns its "
+        f"loss, or {apart}"
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from envs.hardware.cluster import Cluster
 from envs.measurement import Measurement, contended, tied
-from placer import messages
+from placer.messages import remarks
 from placer.search.candidate import Candidate, Kind, distinct
 
 MEASURED_CANDIDATES: Final = 5
@@ -91,7 +91,7 @@ def with_one_baseline(candidates: Sequence[Candidate], chosen: Sequence[int]) ->
 def has_headroom(candidates: Sequence[Candidate], lower_bound_s: float) -> bool:
     """Return whether the lower bound lets a placement beat the best single device."""
     singles = [each.predicted_s for each in candidates if each.is_single]
-    return min(singles, default=np.inf) > (1 + messages.NO_HEADROOM) * lower_bound_s
+    return min(singles, default=np.inf) > (1 + remarks.NO_HEADROOM) * lower_bound_s
 
 
 def overfull(candidates: Sequence[Candidate]) -> bool:
@@ -150,11 +150,11 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
         placed = [each for each in candidates if not each.is_unplaced] or candidates
         feasible = [each for each in placed if np.isfinite(each.predicted_s)]
         if not feasible:
-            raise PlacementError(messages.no_placement(placed))
+            raise PlacementError(remarks.no_placement(placed))
         return min(feasible, key=lambda each: (each.predicted_s, each.simplicity))
     ran = [(each, runs) for each in tried if (runs := each.measurement) is not None and runs.ok]
     if not ran:
-        raise PlacementError(messages.all_failed(tried))
+        raise PlacementError(remarks.all_failed(tried))
     busy = runs_contended(tried)
     baselines = [each for each, _ in ran if each.is_single or each.is_unplaced]
     if baselines and not any(each.is_comparable(contended=busy) for each in baselines):

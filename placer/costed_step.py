@@ -21,7 +21,7 @@ from envs.runtime import costed, extraction_for, runtime_for
 from graphs.graph import GraphArrays
 from graphs.selection import ConstraintError
 from placer.job import Job
-from placer.messages import core_refusal
+from placer.messages.remarks import core_refusal
 from placer.progress import Progress, counter
 from placer.search.compilation import compiled_beside, load_compiled_code_in_a_stage
 from placer.warm_start import placement_of

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from envs.backend import Backend, StepResult
-from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
@@ -24,10 +23,11 @@ from graphs.extract import AUTO
 from graphs.text import suggestion
 from placer.costed_step import costed_step
 from placer.job import Constraints, Job, SearchConfig, Source
-from placer.messages import no_hand_over
+from placer.messages.remarks import no_hand_over
 from placer.progress import Progress, Silent, counter
 from placer.result import Result
 from placer.search.candidate import Kind
+from placer.search.compilation import compilation_stage
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.objectives import Objective
@@ -217,8 +217,8 @@ def _evaluate(
     cost_source: Mapping[str, str],
     remark: str = "",
 ) -> Evaluation:
-    progress.stage(loading_stage())
-    predicted = result = simulated_result(runtime, problem, placement)
+    with compilation_stage(progress):
+        predicted = result = simulated_result(runtime, problem, placement)
     if isinstance(backend, Backend):
         [result] = backend.evaluate([placement], counter(progress))
     elif backend == "measured":

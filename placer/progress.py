@@ -95,6 +95,40 @@ class Silent:
         """Do nothing."""
 
 
+class TimedStages:
+    """Passes progress on, and adds up the seconds of every stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._title, self._began = "", 0.0
+
+    def __enter__(self) -> TimedStages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def stage(self, title: str) -> None:
+        """End the previous stage and begin a new one."""
+        self._end()
+        self._title, self._began = title, time.perf_counter()
+        self._progress.stage(title)
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Pass it on."""
+        self._progress.advance(share, text)
+
+    def remark(self, text: str) -> None:
+        """Pass it on."""
+        self._progress.remark(text)
+
+    def _end(self) -> None:
+        if self._title:
+            passed_s = time.perf_counter() - self._began
+            self.seconds[self._title] = self.seconds.get(self._title, 0.0) + passed_s
+
+
 class PlainLines:
     """Prints a line to stderr when a stage begins and ends, and some in between."""
 

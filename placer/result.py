@@ -15,8 +15,8 @@ from envs.measurement import Measurement, contention_warning
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.text import html_table
-from placer import messages
 from placer.choose import best_single_device, runs_contended
+from placer.messages import remarks, verdicts
 from placer.search.candidate import Candidate
 from placer.search.request import SearchTrace
 
@@ -53,7 +53,7 @@ class Result:
 
     def __str__(self) -> str:
         """Return the chosen candidate and the verdict."""
-        return messages.headline(self.best, self.verdict)
+        return verdicts.headline(self.best, self.verdict)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
@@ -156,69 +156,76 @@ class Result:
     def _verdict(self) -> list[str]:
         best, single, contended = self.best, self.single, self.contended
         if not np.isfinite(best.predicted_s):
-            return [messages.does_not_fit(best)]
+            return [verdicts.does_not_fit(best)]
         placed = [each for each in self.candidates if not each.is_unplaced]
         if not placed:
             others = [each for each in self.candidates if each is not best]
-            sentences = [messages.only_unplaced(best, others, contended=contended)]
+            sentences = [verdicts.only_unplaced(best, others, contended=contended)]
             return [*sentences, *self._refusal]
+        fastest = _fastest(placed, contended=contended)
+        baseline = fastest if best.is_unplaced else single
+        if contended and (sentence := verdicts.undecided(best, baseline)):
+            return [sentence]
         if best.is_unplaced:
-            fastest = _fastest(placed, contended=contended)
-            return [messages.leave_unplaced(best, fastest, contended=contended)]
+            return [verdicts.leave_unplaced(best, fastest, contended=contended)]
         sentences = [
-            messages.no_single_device(placed, self.problem)
+            verdicts.no_single_device(placed, self.problem)
             if single is None
-            else messages.gain(best, single, self.lower_bound_s, contended=contended),
+            else verdicts.gain(best, single, self.lower_bound_s, contended=contended),
             ""
             if self.unplaced is single
-            else messages.against_unplaced(best, self.unplaced, contended=contended),
-            messages.proof(placed, self.lower_bound_s),
+            else verdicts.against_unplaced(best, self.unplaced, contended=contended),
+            verdicts.proof(placed, self.lower_bound_s),
         ]
         return [sentence for sentence in sentences if sentence]
 
     @property
     def _refusal(self) -> list[str]:
         """Return why no op could be placed, where only the unplaced model was run."""
-        refused = self.extraction is not None and all(each.is_unplaced for each in self.candidates)
-        return [messages.core_refusal(self.extraction)] if refused and self.extraction else []
+        if self.extraction is None or not all(each.is_unplaced for each in self.candidates):
+            return []
+        return list(filter(None, [remarks.core_refusal_in_short(self.extraction)]))
 
     @property
     def remarks(self) -> list[str]:
         """Return remarks that qualify the numbers, the most important first."""
         best, single, contended = self.best, self.single, self.contended
         was_run = best.measurement is not None
-        remarks = [
-            messages.not_measured(
+        lines = [
+            remarks.not_measured(
                 self.trouble, stopped=self.stopped and self.measuring_s > 0 and not was_run
             )
         ]
-        remarks.append(messages.busy_machine(self.candidates, contended=contended))
+        if self.extraction is not None:
+            lines.append(remarks.whole_modules(self.extraction))
+        lines.append(remarks.busy_machine(self.candidates, contended=contended))
         if self.unconfirmed:
-            remarks.append(messages.few_rounds(best))
+            lines.append(remarks.few_rounds(best))
         if single is not None and not (best.is_unplaced or single.is_unplaced):
-            remarks.append(messages.impossible_gain(self.speedup, single, self.lower_bound_s))
-        remarks.append(messages.tie(best, self.candidates, contended=contended))
-        remarks.append(messages.scatter(best))
+            lines.append(remarks.impossible_gain(self.speedup, single, self.lower_bound_s))
+        lines.append(remarks.tie(best, self.candidates, contended=contended))
+        lines.append(remarks.scatter(best))
         if single is not None and single is not best:
-            remarks.append(messages.scatter(single))
+            lines.append(remarks.scatter(single))
         if self.mispredicted is not None:
-            remarks.append(messages.fitted_costs(self.mispredicted))
+            lines.append(remarks.fitted_costs(self.mispredicted))
         if was_run:
             if not best.is_unplaced:  # its costs are of no use to a search
-                remarks.append(messages.prediction_error(best, contended=contended))
+                lines.append(remarks.prediction_error(best, contended=contended))
             if self.extraction is not None:
-                remarks.append(messages.no_hand_over(self.problem, self.placement))
-        remarks += messages.unpredicted_memory(best)
-        remarks += messages.failures(self.candidates)
+                lines.append(remarks.no_hand_over(self.problem, self.placement))
+        lines += remarks.unpredicted_memory(best)
+        lines += remarks.failures(self.candidates)
         if self.extraction is not None:
-            remarks += messages.extraction_remarks(self.extraction, refusal=not self._refusal)
-        remarks += [messages.no_optimizer(self.problem), contention_warning(self.problem.cluster)]
-        return [remark for remark in remarks if remark]
+            of_extraction = remarks.extraction_remarks(self.extraction, refusal=not self._refusal)
+            lines += [line for line in of_extraction if line not in lines]
+        lines += [remarks.no_optimizer(self.problem), contention_warning(self.problem.cluster)]
+        return [line for line in lines if line]
 
     @property
     def main_remarks(self) -> list[str]:
         """Return the most important remarks, few enough to read with the verdict."""
-        said = sum(map(messages.sentence_count, self._verdict))
+        said = sum(map(verdicts.sentence_count, self._verdict))
         return self.remarks[: max(MOST_SENTENCES - said, 0)]
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from envs.compiled.functions import (
     is_cached,
     loading_stage,
     lowest_set_bit,
+    reporting_compilation,
 )
 from envs.compiled.tables import by_pointer
 
@@ -22,4 +23,5 @@ __all__ = [
     "is_cached",
     "loading_stage",
     "lowest_set_bit",
+    "reporting_compilation",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core import event
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
@@ -42,14 +44,36 @@ _uncached: Final[set[str]] = set()
 """Functions whose machine code cannot be cached in any folder."""
 
 
-def loading_stage() -> str:
-    """Return the name of the stage that loads compiled code, with the reason why it may be slow."""
-    if not _uncached:
-        return "Loading compiled code (the first time it is compiled, 10 s)"
-    return (
-        "Compiling code (10 s, in every run: neither the installation nor ~/.cache can be written; "
-        "set NUMBA_CACHE_DIR to a folder that can)"
-    )
+def loading_stage(*, is_cached: bool) -> str:
+    """Return the name of the stage that loads compiled code, or compiles it, with the reason."""
+    if _uncached:
+        return (
+            "Compiling code (10 s, in every run: neither the installation nor ~/.cache can be "
+            "written; set NUMBA_CACHE_DIR to a folder that can)"
+        )
+    return "Loading compiled code" if is_cached else "Compiling code (once, 10 s)"
+
+
+@contextmanager
+def reporting_compilation(report: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``report`` whenever this process has compiled a function in the block.
+
+    It gets the number of functions that were compiled so far, and of all that there are: some of
+    them may not be needed, or be compiled by another process.
+    """
+    done: set[Dispatcher] = set()
+
+    class Compiled(event.Listener):  # type: ignore[misc]  # numba has no types
+        def on_start(self, _: Any) -> None:
+            pass
+
+        def on_end(self, ended: Any) -> None:
+            if (dispatcher := ended.data["dispatcher"]) in _STAMPS:
+                done.add(dispatcher)
+                report(len(done), len(_STAMPS))
+
+    with event.install_listener("numba:compile", Compiled()):
+        yield
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:

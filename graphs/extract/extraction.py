@@ -34,8 +34,8 @@ from graphs.workload import WRAPPED, ExtractionError, StepError, Workload
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 IN_OWN_CODE: Final = (
-    "Compute all branches and choose with torch.where, mask instead of selecting, or let every "
-    "expert compute every token"
+    "Choose with torch.where instead of `if`, mask instead of selecting, or let every expert "
+    "compute every token"
 )
 IN_LIBRARY: Final = (
     "The lines are in an installed package: give the model the inputs and options with which it "
@@ -135,9 +135,8 @@ class Extraction:
         if not self.depends_on_data:
             return ""
         return (
-            f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores "
-            f"(core:N), since {self.dependence}; or place its modules, which its own code runs "
-            "(extractor modules)"
+            f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores: "
+            f"{self.dependence}; or place whole modules (extractor modules)"
         )
 
     @property
@@ -145,9 +144,8 @@ class Extraction:
         """Return what a recording that depends on data reads, and what to do about it."""
         in_library = all("site-packages" in line for line in self.depends_on_data)
         return (
-            f"it reads values of tensors ({shown_lines(self.depends_on_data)}), and what it does "
-            "next was recorded for the example inputs only: on other data the placed step would be "
-            f"wrong. {IN_LIBRARY if in_library else IN_OWN_CODE}"
+            f"it reads values of tensors ({shown_lines(self.depends_on_data)}), so its recorded "
+            f"ops hold for the example inputs only. {IN_LIBRARY if in_library else IN_OWN_CODE}"
         )
 
     def check_constants(self) -> None:
@@ -273,7 +271,7 @@ def _by_first(extractors: Sequence[Extractor], step: Workload, *, any_data: bool
             if not (any_data and extraction.depends_on_data):
                 return extraction
             recording = extraction
-            reason = f"{type(step.model).__name__} was recorded: {extraction.dependence}"
+            reason = f"{type(step.model).__name__} was recorded, but {extraction.dependence}"
             fell_back.append(FallBack(name, sentences(reason)))
         except StepError:
             raise

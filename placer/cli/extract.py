@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from graphs.costs import GraphSummary
     from graphs.graph_file import save_graph
     from placer.api import extract_source
-    from placer.messages import extraction_remarks
+    from placer.messages.remarks import extraction_remarks
     from placer.report.summary import print_summary, summary_to_dict
     from placer.result import extraction_to_dict
     from placer.sources.target import load_graph_target

@@ -28,6 +28,7 @@ from placer.cli.arguments import (
     target_of,
     workers,
 )
+from placer.cli.duration import estimate, taken
 from placer.cli.errors import JobError, UsageError, sentence, usage_errors
 from placer.cli.output import (
     LEAST_BYTES,
@@ -81,9 +82,6 @@ REPLICA_SETTINGS: Final = (
     *("batch", "accumulate", "samples", "reduction", "payload", "bucket_bytes", "average_every"),
     "coding_bytes_per_s",
 )
-
-PREPARING_S: Final = 20.0
-"""Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,9 +210,10 @@ def run(args: argparse.Namespace) -> int:
         job = job_of(args)
         check_target(args.target)
     from placer.api import run_job
+    from placer.progress import TimedStages
 
     say(args, estimate(job))
-    with progress_of(args) as progress:
+    with progress_of(args) as shown, TimedStages(shown) as progress:
         result = run_job(job, progress)
     unwritten = _write(result, args)
     total_s = time.perf_counter() - began
@@ -230,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
         raise unwritten or JobError(f"{sentence(error)}; the placement is in {args.out}") from error
     if unwritten is not None:
         raise unwritten
-    _remark(result, args, job, total_s)
+    _remark(result, args, job, taken(total_s, progress.seconds))
     return 0
 
 
@@ -340,7 +339,7 @@ def _least_bytes(target: str) -> int:
     return LEAST_BYTES
 
 
-def _remark(result: Result, args: argparse.Namespace, job: Job, total_s: float) -> None:
+def _remark(result: Result, args: argparse.Namespace, job: Job, took: str) -> None:
     """Print output files, sources of costs, duration and next steps."""
     if result.extraction is not None and job.search.start_from is not None:
         from placer.exports.existing_map import DeviceMap
@@ -353,7 +352,7 @@ def _remark(result: Result, args: argparse.Namespace, job: Job, total_s: float) 
     if args.report is not None:
         remarks.append(f"report: {args.report}")
     remarks += [f"op costs on {kind}: {source}" for kind, source in result.cost_source.items()]
-    remarks += [f"took {duration(total_s)}", f"seed {args.seed}"]
+    remarks += [took, f"seed {args.seed}"]
     hidden = len(result.remarks) - len(result.main_remarks)
     has_table = not (args.json or args.data_parallel is not None)
     if hidden and has_table and not args.verbose:
@@ -361,30 +360,3 @@ def _remark(result: Result, args: argparse.Namespace, job: Job, total_s: float) 
     say(args, "; ".join(remarks))
     if args.data_parallel is not None and (command := launch_command_of(result, args, args.out)):
         say(args, f"train it: {command}")
-
-
-def estimate(job: Job) -> str:
-    """Return a sentence that estimates the duration of a job."""
-    from envs.hardware.discover import is_here
-
-    is_run = not job.has_costs and job.replicas is None and job.search.measure
-    is_run = is_run and all(map(is_here, job.cluster.names))
-    budget = job.search.search_budget if is_run else job.search.budget
-    parts = [f"search {duration(budget.seconds) if budget.seconds else budget}"]
-    if is_run and budget.seconds:
-        parts.append(f"runs of the best candidates {duration(job.search.measuring_s)}")
-    first = (
-        f"; first extraction, and up to {duration(PREPARING_S)} for op costs that are not cached"
-    )
-    return f"Estimated duration: {', '.join(parts)}{'' if job.has_costs else first}."
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in seconds, from 90 s in minutes, from 90 min in hours.
-
-    >>> duration(20.0), duration(600.0), duration(86400.0)
-    ('20 s', '10 min', '24 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.4g} h"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from envs.runtime import is_of_torch
-from graphs.text import suggestion
 
 
 class ExportError(ValueError):
@@ -24,8 +23,8 @@ def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
     unknown = [name for name in renamed if name not in placed_on]
     if unknown and not set(placed_on) <= renamed.keys():
         raise RenamingError(
-            f"{unknown[0]} cannot be renamed: the placement has {', '.join(placed_on)}"
-            f"{suggestion(unknown[0], placed_on)}"
+            f"{unknown[0]} cannot be renamed: the placement has {', '.join(placed_on)}, to be "
+            f"renamed as in {_example(placed_on)}"
         )
     check_of_torch({name for name in renamed.values() if name not in placed_on}, placed_on)
 
@@ -33,8 +32,11 @@ def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
 def check_of_torch(devices: Collection[str], placed_on: Sequence[str]) -> None:
     """Check that torch has the devices, as they would be written."""
     if others := sorted(name for name in devices if not is_of_torch(name)):
-        renamed = ",".join(f"{name}=cuda:{d}" for d, name in enumerate(placed_on))
         raise RenamingError(
             f"torch has no device {', '.join(others)}: rename the devices of the placement, "
-            f"as in {renamed}"
+            f"as in {_example(placed_on)}"
         )
+
+
+def _example(placed_on: Sequence[str]) -> str:
+    return ",".join(f"{name}=cuda:{d}" for d, name in enumerate(placed_on))

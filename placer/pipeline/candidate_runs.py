@@ -23,7 +23,7 @@ from placer.choose import (
     worth_running,
 )
 from placer.interrupt import Interrupt
-from placer.messages import long_runs
+from placer.messages.remarks import long_runs
 from placer.pipeline.node_runs import NodeRuns
 from placer.progress import Progress, counter
 from placer.search.candidate import Candidate, Kind

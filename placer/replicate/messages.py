@@ -12,7 +12,7 @@ from envs.hardware.units import human_bytes, milliseconds
 from envs.replication import Replication
 from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES
-from placer.messages import NO_OPTIMIZER, extraction_remarks
+from placer.messages.remarks import NO_OPTIMIZER, extraction_remarks
 from placer.replicate.result import ReplicaPlan, Split
 
 LARGEST_ERROR: Final = 0.1

@@ -16,7 +16,7 @@ from envs.hardware.cluster import Cluster
 from envs.hardware.discover import available_memory_bytes, cores_in_use, physical_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
 from envs.measurement import CONTENDED, contention_warning
-from placer.messages import CPU_CLOCK, NOISY
+from placer.messages.remarks import CPU_CLOCK, NOISY
 from placer.startup import VERSION
 
 PACKAGES: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")

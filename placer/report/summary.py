@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.hardware.units import human_bytes, milliseconds
-from placer.messages import NO_OPTIMIZER
+from placer.messages.remarks import NO_OPTIMIZER
 from placer.report.table import human_flops
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
         table.add_row("total work / critical path (headroom)", f"{work.headroom:.2f}x")
     console.print(table)
     if summary.work:
-        console.print("Headroom is for any number of such devices; N of them win Nx at most.")
+        console.print(
+            "Headroom is for any number of such devices; N of them are at most N times as fast."
+        )
     if summary.ops["backward"] and not summary.ops["optimizer"]:
         console.print(NO_OPTIMIZER)
     for kind, work in summary.work.items():
@@ -63,7 +65,7 @@ def summary_to_dict(summary: GraphSummary) -> dict[str, Any]:
 
 def _dearest(kind: str, work: Work) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(f"dearest ops on {_named(kind)}", overflow="fold")
+    table.add_column(f"costliest ops on {_named(kind)}", overflow="fold")
     table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("source", overflow="fold")

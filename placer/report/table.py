@@ -14,7 +14,7 @@ from rich.table import Table
 
 from envs.hardware.units import human_bytes, milliseconds, ratio_of
 from envs.placement import ROOT, module_of
-from placer import messages
+from placer.messages import remarks
 from placer.report.console import print_rows
 from placer.search.candidate import Kind
 
@@ -96,20 +96,20 @@ def _named(candidate: Candidate) -> str:
 def _legend(result: Result, ran: bool) -> str:
     names = result.problem.cluster.names
     shown = f"the fullest of {len(names)} devices" if _are_many(names) else " / ".join(names)
-    parts = [f"{messages.LEGEND} of {shown}"]
+    parts = [f"{remarks.LEGEND} of {shown}"]
     if result.placement.objective != "latency":
         parts.append(f"predicted and speed-up: of the objective {result.placement.objective}")
     if ran:
         clocks = [candidate.measurement for candidate in result.candidates if candidate.measurement]
         on_cores = any(measurement.has_cpu_clock for measurement in clocks)
-        parts.append(messages.MEASURED_LEGEND)
-        parts.append(messages.CORES_LEGEND if on_cores else messages.TORCH_LEGEND)
+        parts.append(remarks.MEASURED_LEGEND)
+        parts.append(remarks.CORES_LEGEND if on_cores else remarks.TORCH_LEGEND)
     if any(candidate.kind is Kind.WARM_START for candidate in result.candidates):
-        parts.append(messages.WARM_START_LEGEND)
+        parts.append(remarks.WARM_START_LEGEND)
     if not all(candidate.is_single for candidate in _on_one_device(result)):
-        parts.append(messages.WHERE_ALLOWED_LEGEND)
+        parts.append(remarks.WHERE_ALLOWED_LEGEND)
     if result.unplaced is not None:
-        parts.append(messages.UNPLACED_LEGEND)
+        parts.append(remarks.UNPLACED_LEGEND)
         if result.contended and (measurement := result.best.measurement) is not None:
             parts[-1] += f", to be compared with {_ms(measurement.median_s)} ms"
     return "; ".join(parts) + "."
@@ -188,7 +188,7 @@ def _trials(trials: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
 def _by_clock(measured: Mapping[str, Any]) -> str:
     if measured.get("clock") != "cpu" or "wall_median_s" not in measured:
         return ""
-    return f" ({messages.CPU_CLOCK}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
+    return f" ({remarks.CPU_CLOCK}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
 
 
 def _memory_of(record: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from envs.compiled import is_cached, loading_stage
+from envs.compiled import is_cached, loading_stage, reporting_compilation
 from envs.problem import Problem, toy_problem
 from envs.simulator import simulate_batch
 from envs.simulator.bounds import lower_bound_ns
@@ -54,11 +54,26 @@ def load_compiled_code() -> None:
         _scheduled(problem)
 
 
+def is_compiled() -> bool:
+    """Return whether the code of a search is in the cache."""
+    return all(map(is_cached, LARGEST))
+
+
 def load_compiled_code_in_a_stage(progress: Progress) -> None:
     """Load the compiled code in a stage of its own, none if it is loaded already."""
     if not load_compiled_code.cache_info().currsize:
-        progress.stage(loading_stage())
-        load_compiled_code()
+        with compilation_stage(progress):
+            load_compiled_code()
+
+
+@contextmanager
+def compilation_stage(progress: Progress) -> Iterator[None]:
+    """Show how many functions are compiled in a block, as a stage of its own."""
+    progress.stage(loading_stage(is_cached=is_compiled()))
+    with reporting_compilation(
+        lambda done, count: progress.advance(done / count, f"{done} of {count} functions")
+    ):
+        yield
 
 
 @contextmanager
@@ -68,7 +83,7 @@ def compiled_beside() -> Iterator[bool]:
     The helper ends with the block.
     """
     global _helper  # noqa: PLW0603 - one helper at a time is enough
-    if all(map(is_cached, LARGEST)):
+    if is_compiled():
         yield False
         return
     with _lock:

@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from envs.compiled import by_pointer, compiled, compiled_borrowing, compiled_inline, loading_stage
+from envs.compiled import (
+    by_pointer,
+    compiled,
+    compiled_borrowing,
+    compiled_inline,
+    loading_stage,
+    reporting_compilation,
+)
 from tests.helpers.folders import ROOT
 
 CALLER = """
@@ -78,18 +85,43 @@ def test_code_whose_types_were_renamed_is_compiled_again(tmp_path: Path) -> None
     assert run_caller(tmp_path, factor=2, shift=0) == [20, 1]
 
 
-def test_code_that_no_folder_can_keep_is_said_to_be_compiled_in_every_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def nowhere_to_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no folder keep the code of functions that a test compiles."""
+
     def no_folder(*_: object) -> None:
         raise RuntimeError("cannot cache function: no locator available for file")
 
     monkeypatch.setattr("envs.compiled.functions._uncached", set())
-    assert loading_stage() == "Loading compiled code (the first time it is compiled, 10 s)"
     monkeypatch.setattr("envs.compiled.functions._SharedCache", no_folder)
+
+
+@pytest.mark.usefixtures("nowhere_to_cache")
+def test_code_that_no_folder_can_keep_is_said_to_be_compiled_in_every_run() -> None:
+    assert loading_stage(is_cached=True) == "Loading compiled code"
+    assert loading_stage(is_cached=False) == "Compiling code (once, 10 s)"
     compiled(lambda x: x)
-    assert loading_stage().startswith("Compiling code (10 s, in every run: ")
-    assert "NUMBA_CACHE_DIR" in loading_stage()
+    assert loading_stage(is_cached=True).startswith("Compiling code (10 s, in every run: ")
+    assert "NUMBA_CACHE_DIR" in loading_stage(is_cached=True)
+
+
+@pytest.mark.usefixtures("nowhere_to_cache")
+def test_compilation_is_reported_function_by_function() -> None:
+    @compiled_inline
+    def double(x: int) -> int:
+        return 2 * x
+
+    @compiled
+    def double_twice(x: int) -> int:
+        return double(double(x))
+
+    reported: list[tuple[int, int]] = []
+    with reporting_compilation(lambda done, count: reported.append((done, count))):
+        assert double_twice(3) == 12
+        assert double_twice(4) == 16
+    assert [done for done, _ in reported] == [1, 2]
+    [count] = {count for _, count in reported}
+    assert count >= 2
 
 
 def is_waiting_for_a_lock(process: subprocess.Popen[str]) -> bool:

@@ -21,7 +21,7 @@ from placer.cli.main import main
 from placer.costed_step import costed_step
 from placer.evaluation import Evaluation, evaluate_job, evaluation_job
 from placer.job import Job
-from placer.messages import core_refusal
+from placer.messages.remarks import core_refusal
 from placer.progress import Silent
 from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair

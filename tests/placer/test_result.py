@@ -175,10 +175,53 @@ def test_on_a_busy_machine_the_unplaced_model_on_one_core_is_compared_by_its_cpu
     assert "only wall times" in remark
 
 
+def by_clocks(made: Candidate, cpu_clock_s: float, wall_s: float) -> Candidate:
+    """Return a candidate with these times in three runs."""
+    measurement = Measurement(wall_s=np.full(3, wall_s), cpu_clock_s=np.full(3, cpu_clock_s))
+    return replace(made, measurement=measurement)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "name"),
+    [
+        (candidate(SINGLE, 1.0), "a"),
+        (unplaced("core:0", 1.0), "the unplaced model on core:0"),
+    ],
+)
+def test_clocks_that_disagree_on_a_busy_machine_decide_nothing(
+    baseline: Candidate, name: str
+) -> None:
+    def result(cpu_clock_s: float, wall_s: float) -> Result:
+        return result_of(
+            [by_clocks(candidate(HEFT, 1.0), 1.0, 4.0), by_clocks(baseline, cpu_clock_s, wall_s)]
+        )
+
+    assert result(1.5, 5.0).verdict == f"1.50x faster than {name}, by CPU-clock time."
+    assert result(1.5, 3.0).verdict == (
+        f"Undecided: it is faster than {name} by CPU-clock time but slower by the wall clock, "
+        "since this machine was busy: run again when `placer machine` says good."
+    )
+
+
+def test_the_unplaced_model_is_left_on_a_busy_machine_only_if_the_clocks_agree() -> None:
+    def result(wall_s: float, cpu_clock_s: float = 2.0) -> Result:
+        placed = by_clocks(candidate(HEFT, 1.0), cpu_clock_s, wall_s)
+        return result_of([by_clocks(unplaced("core:0", 1.0), 1.0, 4.0), placed])
+
+    assert "It is 2.00x faster than the fastest placement, HEFT." in result(5.0).verdict
+    assert result(3.0).verdict.startswith("Undecided: it is faster than HEFT by CPU-clock time but")
+    assert "took 1.00x as long, which is within noise" in result(5.0, 0.999).verdict
+
+
 def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -> None:
     result = result_of([unplaced("core:0-1", 1.0), unplaced("core:0", 1.5)])
     assert result.verdict == (
         "Leave the model unplaced, on core:0-1: 1.50x faster than on core:0, measured."
+    )
+    result = result_of([unplaced("core:0-1", 1.5), unplaced("core:0", 1.0)])
+    assert result.verdict == (
+        "Leave the model unplaced, on core:0: 1.50x faster than with torch's threads on core:0-1, "
+        "measured."
     )
     assert result_of([unplaced("core:0", 1.5)]).verdict == "Leave the model unplaced, on core:0."
     assert worth_running([unplaced("core:0", 1.5)], PAIR) == [0]

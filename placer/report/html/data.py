@@ -35,7 +35,8 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.graph import PHASES
-from placer.messages import CPU_CLOCK
+from placer.messages.remarks import CPU_CLOCK
+from placer.messages.verdicts import clocks_disagree
 from placer.report.html.commands import Command
 from placer.report.html.schedule import timeline_data
 from placer.result import Result
@@ -203,10 +204,11 @@ class Runs:
             return f"{gain}, measured when it was made."
         wall_s = self.recorded.get("wall_median_s")
         single_s = self.recorded.get("single_device_wall_median_s")
-        if not wall_s or not single_s:
-            return f"{gain}, by {CPU_CLOCK} when it was made."
-        by_wall = f"{single_s / wall_s:.2f}x by the wall clock of a busy machine"
-        return f"{gain}, by {CPU_CLOCK} when it was made ({by_wall})."
+        by_wall = single_s / wall_s if wall_s and single_s else ratio
+        return (
+            clocks_disagree(ratio, by_wall, "the best single device")
+            or f"{gain}, by {CPU_CLOCK} when it was made."
+        )
 
 
 def _candidates(runs: Runs) -> list[dict[str, Any]]:

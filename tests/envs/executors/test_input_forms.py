@@ -194,9 +194,9 @@ def test_a_target_without_a_loss_function_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "inputs", "message"),
     [
-        (Strict, {"x": X, "target": Y, "weight": Y}, "does not take 'target' and 'weight'"),
-        (Strict, {"x": X}, "there is none that Strict.forward does not take: name it"),
-        (Lenient, {"x": X, "label": Y, "weight": Y}, "does not take 'label' and 'weight'"),
+        (Strict, {"x": X, "target": Y, "weight": Y}, "which of the inputs 'target' and 'weight'"),
+        (Strict, {"x": X}, "no target, since Strict.forward takes all inputs \\('x'\\)"),
+        (Lenient, {"x": X, "label": Y, "weight": Y}, "which of the inputs 'label' and 'weight'"),
     ],
 )
 def test_an_unclear_target_is_refused(

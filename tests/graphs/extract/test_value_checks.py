@@ -18,7 +18,7 @@ from envs.executors.cores.placed_model import PlacedModel
 from envs.hardware.discover import discover
 from graphs.extract import ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import forward_alone
-from placer.messages import extraction_remarks
+from placer.messages.remarks import extraction_remarks
 from tests.helpers import checking_models, one_process
 from tests.helpers.checking_models import CHECKS, STEERING
 from tests.helpers.tiny_models import Plain, squared

@@ -23,7 +23,6 @@ from graphs.files import write_whole
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import save_graph
 from placer.cli.main import main
-from placer.cli.optimize import duration
 from tests.helpers.simulator_cases import fork, one_kind
 
 Files = Callable[..., tuple[Path, Path]]
@@ -208,13 +207,6 @@ def test_ctrl_c_while_results_are_written_loses_nothing(
     monkeypatch.setattr(f"{Placement.save.__module__}.write_whole", interrupted)
     assert optimize(files, tmp_path / "p.json") == 0
     assert (tmp_path / "p.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.3, "0.3 s"), (59.44, "59.4 s"), (300.0, "5 min"), (86400.0, "24 h")]
-)
-def test_a_duration_has_a_unit_that_fits(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(

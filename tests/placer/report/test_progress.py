@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from placer.progress import Pace, PlainLines
+from placer.progress import Pace, PlainLines, Silent, TimedStages
 
 
 @pytest.fixture
@@ -81,3 +81,14 @@ def test_lines_have_share_time_left_and_state(
         "Running: 75%",
         "Running: 15.0 s",
     ]
+
+
+def test_seconds_of_stages_add_up_until_the_job_ends(clock: list[float]) -> None:
+    with TimedStages(Silent()) as progress:
+        clock[0] += 1.0  # before the first stage
+        for title, seconds in (("Searching", 2.0), ("Running", 3.0), ("Searching", 4.0)):
+            progress.stage(title)
+            progress.advance(0.5)
+            clock[0] += seconds
+    clock[0] += 5.0
+    assert progress.seconds == {"Searching": 6.0, "Running": 3.0}

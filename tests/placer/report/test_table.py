@@ -178,7 +178,8 @@ def test_the_verdict_compares_with_the_unplaced_step(
 
 
 @pytest.mark.parametrize(
-    ("unplaced_s", "why"), [(0.25, "It is 1.42x faster"), (0.355, "took 1.00 as long: a tie")]
+    ("unplaced_s", "why"),
+    [(0.25, "It is 1.42x faster"), (0.355, "took 1.00x as long, which is within noise")],
 )
 def test_where_the_unplaced_model_wins_or_ties_the_verdict_says_to_leave_it(
     quiet: Result, unplaced_s: float, why: str
@@ -210,7 +211,7 @@ def test_the_chosen_row_is_marked_and_a_tie_is_called_one(quiet: Result) -> None
 
 def test_a_busy_machine_counts_cpu_clock_times_and_shows_wall_times(quiet: Result) -> None:
     result = busy(quiet, 3.0, 2.0)
-    assert ratios(result.verdict) == ["1.70", "1.13"]
+    assert ratios(result.verdict) == ["1.70"]
     assert any("CPU-clock time" in remark for remark in result.remarks)
     assert not any("CPU-clock" in remark for remark in quiet.remarks)
     data = report_data(result)
@@ -224,11 +225,10 @@ def test_a_busy_machine_counts_cpu_clock_times_and_shows_wall_times(quiet: Resul
 
 def test_a_busy_machine_compares_no_unplaced_step_and_says_how_busy_it_was(quiet: Result) -> None:
     runs = Measurement(wall_s=np.full(7, 0.01), cpu_clock_s=np.full(7, 0.01))
-    result = with_unplaced(busy(quiet, 34.0, 2.0), runs)
+    result = with_unplaced(busy(quiet, 34.0, 30.0), runs)
     assert choose(result.candidates) is result.best
     assert "Undecided against the unplaced model" in result.verdict
-    assert len(ratios(result.verdict)) == 2
-    for contended, slower in ((result, ["18", "2", "1.15"]), (busy(quiet, 34.0), ["34", "1.15"])):
+    for contended, slower in ((result, ["32", "1.15"]), (busy(quiet, 34.0), ["34", "1.15"])):
         [remark] = [remark for remark in contended.remarks if "was busy" in remark]
         assert ratios(remark) == slower
 

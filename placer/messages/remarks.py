@@ -1,7 +1,4 @@
-"""The sentences that users read about a result: one function per sentence, "" if it does not apply.
-
-The functions take plain data, and decide by it whether there is something to say.
-"""
+"""Sentences that qualify the numbers of a result, or say why there is none."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import numpy as np
 
 from envs.hardware.core_sets import has_several_cores
 from envs.hardware.discover import is_core
-from envs.hardware.units import milliseconds, ratio_of
-from envs.measurement import CONTENDED, tied
+from envs.hardware.units import ratio_of
+from envs.measurement import CONTENDED
 from envs.measurement import contended as is_contended
 from envs.placement import Placement
 from envs.problem import Problem
@@ -32,150 +29,10 @@ NOISY: Final = 0.2
 PREDICTION_ERROR: Final = 0.15
 UNPREDICTED_BYTES: Final = 64 << 20
 """Tolerated excess over predicted memory, for libraries and kernels of any model."""
-SMALLEST_GAIN: Final = 0.01
-"""Relative difference below which two step times count as equal."""
 NO_OPTIMIZER: Final = "No optimizer is in the step: neither its time nor its state is counted."
 
 
-# --- the verdict
-
-
-def headline(best: Candidate, verdict: str) -> str:
-    """Return the chosen candidate with the verdict."""
-    return f"Best: {best.name} - {verdict}"
-
-
-def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended: bool) -> str:
-    """Return the gain over the best single device, or that there is none."""
-    if best.is_single:
-        gap = single.predicted_s / lower_bound_s - 1 if lower_bound_s else 0.0
-        if gap <= NO_HEADROOM:
-            return (
-                f"No headroom: one device is within {gap:.1%} of the lower bound of "
-                f"{milliseconds(lower_bound_s)} ms, which no placement can beat."
-            )
-        return (
-            "No headroom was found: no other placement is faster than one device by more than "
-            f"noise (the lower bound leaves {gap:.0%})."
-        )
-    names = single.placement.device_names
-    of_what = unplaced_model(single) if single.is_unplaced else names[single.devices[0]]
-    faster = f"faster than {of_what}"
-    runs, of_single = best.measurement, single.measurement
-    if runs is None or of_single is None:
-        ratio = ratio_of(single.predicted_s, best.predicted_s)
-        return f"{ratio:.2f}x {faster}, predicted."
-    ratio = ratio_of(of_single.step_s(contended=contended), runs.step_s(contended=contended))
-    if not contended:
-        return f"{ratio:.2f}x {faster}, measured."
-    by_wall = of_single.median_s / runs.median_s
-    return (
-        f"{ratio:.2f}x {faster}, by {CPU_CLOCK} ({by_wall:.2f}x by the wall clock of a busy "
-        "machine)."
-    )
-
-
-def does_not_fit(candidate: Candidate) -> str:
-    """Return why an infeasible placement cannot run."""
-    return f"It does not fit. {candidate.why}"
-
-
-def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
-    """Return why no single device can run the step."""
-    failed = [each for each in candidates if each.is_single and each.failure]
-    if failed:
-        return f"No single device could be run to compare with: {failed[0].failure}"
-    able = problem.allowed.all(axis=0)
-    pinned_to = {name for names in problem.graph.allowed for name in names or ()}
-    if able.any():
-        which = "that the pins allow " if pinned_to else "that knows all ops "
-        return (
-            f"No single device {'' if able.all() else which}has room for the whole step; this "
-            "placement makes it fit."
-        )
-    if pinned_to:
-        names = " and ".join(name for name in problem.cluster.names if name in pinned_to)
-        return f"No single device may run the whole step: ops are pinned to {names}."
-    return "No single device has costs for all ops."
-
-
-def sentence_count(text: str) -> int:
-    """Return the number of sentences in a text.
-
-    >>> sentence_count("It is 1.19x faster. Nothing to gain.")
-    2
-    """
-    return text.removesuffix(".").count(". ") + 1
-
-
-def leave_unplaced(
-    unplaced: Candidate, fastest: Candidate | None, *, contended: bool = False
-) -> str:
-    """Return that no placement gains anything over the unplaced model, and by how much."""
-    [device] = unplaced.placement.used_devices
-    where = f", on {device}" if len(unplaced.placement.device_names) > 1 else ""
-    nothing = f"Nothing to gain: leave the model unplaced{where}."
-    if fastest is None or fastest.measurement is None or unplaced.measurement is None:
-        return nothing
-    ratio = ratio_of(
-        fastest.measurement.step_s(contended=contended),
-        unplaced.measurement.step_s(contended=contended),
-    )
-    if tied(fastest.measurement, unplaced.measurement, contended=contended):
-        return f"{nothing} {fastest.name}, the fastest placement, took {ratio:.2f} as long: a tie."
-    return f"{nothing} It is {ratio:.2f}x faster than the fastest placement, {fastest.name}."
-
-
-def only_unplaced(best: Candidate, others: Sequence[Candidate], *, contended: bool) -> str:
-    """Return where to leave a model unplaced whose ops cannot be placed, and what that gains."""
-    [device] = best.placement.used_devices
-    leave = f"Leave the model unplaced, on {device}"
-    best_s = best.ranking_s(contended=contended)
-    slower = [
-        f"{ratio_of(each.ranking_s(contended=contended), best_s):.2f}x faster than on {name}"
-        for each in others
-        if each.can_run and each.is_comparable(contended=contended)
-        for name in each.placement.used_devices
-    ]
-    known = "measured" if best.measurement is not None else "predicted"
-    return f"{leave}: {', '.join(slower)}, {known}." if slower else f"{leave}."
-
-
-def against_unplaced(best: Candidate, unplaced: Candidate | None, *, contended: bool) -> str:
-    """Return how the best candidate compares with the unplaced model."""
-    if unplaced is None or best.measurement is None or unplaced.measurement is None:
-        return ""
-    if unplaced.failure:
-        return f"Undecided against {unplaced_model(unplaced)}, which could not be run."
-    if not unplaced.is_comparable(contended=contended):
-        return f"Undecided against {unplaced_model(unplaced)}: the machine is too busy to compare."
-    ratio = ratio_of(
-        unplaced.measurement.step_s(contended=contended),
-        best.measurement.step_s(contended=contended),
-    )
-    return f"{ratio:.2f}x faster than {unplaced_model(unplaced)}."
-
-
-def unplaced_model(candidate: Candidate) -> str:
-    """Return which unplaced model a candidate is."""
-    [device] = candidate.placement.used_devices
-    on_threads = "with torch's threads on the same cores"
-    return f"the unplaced model {on_threads if candidate.is_on_threads else f'on {device}'}"
-
-
-def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
-    """Return whether a solver proved that no placement has a shorter predicted step."""
-    if all(each.bound_ns is None for each in candidates):
-        return ""
-    shortest = min(candidates, key=lambda each: each.predicted_s)
-    its_step = f"{shortest.name}, {milliseconds(shortest.predicted_s)} ms"
-    gap = 1 - ratio_of(lower_bound_s, shortest.predicted_s)
-    if gap <= 0:
-        return f"Proven optimal: no placement has a shorter predicted step than {its_step}."
-    return (
-        f"Not proven optimal: the solver stopped with a gap of {gap:.1%} between {its_step}, and "
-        f"the lower bound of {milliseconds(lower_bound_s)} ms."
-    )
+# --- why nothing can run
 
 
 def no_placement(candidates: Sequence[Candidate]) -> str:
@@ -232,16 +89,10 @@ def busy_machine(candidates: Sequence[Candidate], *, contended: bool) -> str:
             "again when `placer machine` says good."
         )
     slower = float(np.median([runs.contention for each, runs in ran if not each.is_unplaced]))
-    alone = ", ".join(
-        f"{runs.contention:.3g} x on {each.placement.device_names[each.devices[0]]}"
-        for each, runs in ran
-        if each.is_single
-    )
     return (
-        f"This machine was busy: wall times are {slower:.3g} x CPU-clock times"
-        f"{f' ({alone} alone)' if alone else ''}, where up to {CONTENDED} x is quiet, so "
-        f"candidates are compared by {CPU_CLOCK}; clear cached times with `placer "
-        "machine --clear-cache` and run again when `placer machine` says good."
+        f"This machine was busy: wall times are {slower:.3g} x CPU-clock times, where up to "
+        f"{CONTENDED} x is quiet, so candidates are compared by {CPU_CLOCK}; clear cached times "
+        "with `placer machine --clear-cache` and run again when `placer machine` says good."
     )
 
 
@@ -362,6 +213,29 @@ def core_refusal(extraction: Extraction) -> str:
     return refusal and f"{refusal[0].upper()}{refusal[1:]}."
 
 
+def core_refusal_in_short(extraction: Extraction) -> str:
+    """Return in one sentence why ops cannot be placed on pinned cores, "" if they can."""
+    from graphs.extract.errors import shown_lines
+
+    if not extraction.core_refusal:
+        return ""
+    return (
+        f"The ops of {type(extraction.step.model).__name__} cannot be placed on pinned cores, "
+        f"since it reads values of tensors ({shown_lines(extraction.depends_on_data)}): extractor "
+        "modules places whole modules."
+    )
+
+
+def whole_modules(extraction: Extraction) -> str:
+    """Return why whole modules are placed although nobody asked for them, "" if ops are."""
+    from graphs.extract.extraction import by_reason
+
+    if extraction.extractor != "modules" or not extraction.fell_back:
+        return ""
+    _, _, reason = by_reason(extraction.fell_back)[-1].partition(": ")
+    return f"Whole modules are placed, not ops: {reason}"
+
+
 def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[str]:
     """Return remarks on the extraction, the most important first; of cores with ``refusal``."""
     from graphs.extract.errors import shown_lines
@@ -373,8 +247,10 @@ def extraction_remarks(extraction: Extraction, *, refusal: bool = True) -> list[
             "A placed step leaves out what only checks or reports values: "
             f"{shown_lines(extraction.unchecked)}."
         )
-    remarks += [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
-    return remarks
+    reasons = [f"Not by {tried}" for tried in by_reason(extraction.fell_back)]
+    if of_modules := whole_modules(extraction):
+        return [of_modules, *remarks, *reasons[:-1]]
+    return [*remarks, *reasons]
 
 
 # --- the legend of the table of candidates
