@@ -56,7 +56,9 @@ def apply(
     :class:`envs.executors.device_workers.placed_step.PlacedStep`, whose processes, one per device,
     run ``placed.step(batch)``; a placement file does not name hosts, so it runs in this process.
     Where the result is to leave the model unplaced, it is a
-    :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
+    :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces. Like a graph of
+    modules it is the model's own code and takes all inputs that the model takes; all other placed
+    models take inputs with the shapes and dtypes of the example only.
 
     Args:
         model: the model that was placed, or one with the same architecture.

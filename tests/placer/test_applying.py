@@ -62,6 +62,18 @@ def test_a_placement_knows_whether_it_is_of_inference(path: Path) -> None:
             placer.apply(model, placement, (x, x), loss=nn.functional.mse_loss)
 
 
+def test_an_input_of_another_dtype_is_refused_with_both_dtypes() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    search = placer.SearchConfig(budget="10e", policy=None, measure=False)
+    result = placer.optimize(model, x, training=False, devices="cpu", search=search, progress=False)
+    placed = placer.apply(model, result)
+    with pytest.raises(
+        ValueError, match=r"is torch\.float64, .* made for torch\.float32: "
+    ) as told:
+        placed.step(x.double())
+    assert "size" not in str(told.value)
+
+
 def test_a_placement_of_training_is_not_applied_for_inference(path: Path) -> None:
     path.write_text(content(devices={"a:linear": "cpu", "a:backward/linear": "cpu"}))
     with pytest.raises(ValueError, match="of a training step: leave training=False out"):
