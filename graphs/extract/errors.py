@@ -299,6 +299,7 @@ def custom_backward_checked(
     register: Callable[..., Any] = vars(torch.Tensor)["register_hook"]
     transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
     node: Any = inspect.getattr_static(torch.Tensor, "grad_fn")
+    reading: list[torch.Tensor] = []
 
     def here() -> str:
         line = running_line()
@@ -342,12 +343,17 @@ def custom_backward_checked(
     def checked_node(tensor: torch.Tensor) -> Any:
         caller = sys._getframe(1)
         is_of_model = not is_skipped(caller) or caller.f_code.co_filename == autograd_graph.__file__
-        if functions is not None and torch.is_grad_enabled() and is_of_model:
+        is_refused = functions is not None and torch.is_grad_enabled() and is_of_model
+        if is_refused and not reading:
             raise ExtractionError(
                 f"{name} takes a node of autograd{here()} (Tensor.grad_fn), to which it may add a "
                 "hook, which only a recording shows (dispatch)"
             )
-        return node.__get__(tensor)
+        reading.append(tensor)  # a mode of torch functions reads it once more
+        try:
+            return node.__get__(tensor)
+        finally:
+            reading.pop()
 
     # Torch has no hook for these calls, so functions are replaced meanwhile: those that
     # Function.apply calls, since a model may hold that itself (``gelu = GeLU.apply``).
