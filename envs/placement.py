@@ -106,6 +106,11 @@ class Placement:
         """Return whether the model runs as it is: by itself, or as each of the replicas."""
         return self.unplaced or (self.replicas is not None and self.replicas.unplaced)
 
+    @property
+    def is_training(self) -> bool:
+        """Return whether it is of a training step, which has backward ops."""
+        return any(phase_of(op_id) == "backward" for op_id in self.ops)
+
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} on {name}" for name, count in self._op_counts().items())
         return f"<Placement of {len(self.ops)} ops: {counts}>"

@@ -158,15 +158,18 @@ def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = Fal
 def extraction_for(workload: Workload, names: Iterable[str], extractor: str = "auto") -> Extraction:
     """Extract a step for these devices.
 
-    Where a recording would hold for the example inputs only, pinned cores of this machine run
-    modules by the model's own code; for other devices, a user has to ask for modules.
+    Devices of this machine run modules by the model's own code where a recording would hold for
+    the example inputs only, torch devices also where the model can only be recorded.
 
     Raises:
         ExtractionError: no extractor can extract the step.
     """
     from graphs.extract import extract  # imports torch
 
-    return extract(workload, extractor, any_data=all(map(is_local_core_set, names)))
+    names = tuple(names)
+    if not all(map(is_here, names)):
+        return extract(workload, extractor)
+    return extract(workload, extractor, needs="any data" if _on_cores(names) else "calls")
 
 
 def start_ahead(cluster: Cluster) -> None:

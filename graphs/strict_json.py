@@ -29,7 +29,7 @@ LARGEST_FILE_BYTES: Final = 1 << 29
 LARGEST_TOML_BYTES: Final = 10**6
 MOST_PARTS: Final = 64
 LONGEST_WORD: Final = 200
-LONGEST_MESSAGE: Final = 500
+LONGEST_MESSAGE: Final = 1500
 _BETWEEN: Final = str.maketrans("", "", "\n\r\t")
 """Control characters that JSON allows between strings but not within them."""
 _LONG_WORD: Final = re.compile(

@@ -190,8 +190,9 @@ class LossModule(nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
         """Return the loss of one step."""
         if self.loss is None:
-            return scalar_loss(self.model(*inputs, **keywords))
-        return scalar_loss(self.loss(self.model(*inputs[:-1], **keywords), inputs[-1]))
+            return scalar_loss(self.model(*inputs, **keywords), is_of_model=True)
+        output = self.model(*inputs[:-1], **keywords)
+        return scalar_loss(self.loss(output, inputs[-1]), is_of_model=False)
 
 
 class ModelAlone(nn.Module):
@@ -250,16 +251,21 @@ def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
     return parameters | buffers
 
 
-def scalar_loss(output: Any) -> torch.Tensor:
-    """Return the scalar loss in an output."""
+def scalar_loss(output: Any, *, is_of_model: bool) -> torch.Tensor:
+    """Return the scalar loss in an output, of the model or of the loss function."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0 or not loss.is_floating_point():
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        returned = f"returned {shown or type(output).__name__}"
+        if not is_of_model:
+            raise StepError(
+                f"a training step needs a scalar loss, but the loss function {returned}: return "
+                "its mean or sum"
+            )
         raise StepError(
-            f"a training step needs a scalar loss, but the model returned "
-            f"{shown or type(output).__name__}. Give a loss function (the target function returns "
-            "model, inputs, loss), let the model return its loss, alone or as the entry 'loss', or "
-            "place inference (--inference, training=False)."
+            f"a training step needs a scalar loss, but no loss is given and the model {returned}: "
+            "give a loss function (loss=, or as the third value of the target function) or place "
+            "inference (training=False, --inference)"
         )
     return loss
 

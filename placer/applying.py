@@ -36,7 +36,7 @@ def apply(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     target: Any = None,
-    training: bool = True,
+    training: bool | None = None,
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
     extractor: str = AUTO,
@@ -56,7 +56,9 @@ def apply(
     :class:`envs.executors.device_workers.placed_step.PlacedStep`, whose processes, one per device,
     run ``placed.step(batch)``; a placement file does not name hosts, so it runs in this process.
     Where the result is to leave the model unplaced, it is a
-    :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces.
+    :class:`envs.executors.unplaced.UnplacedModel`, which has both interfaces. Like a graph of
+    modules it is the model's own code and takes all inputs that the model takes; all other placed
+    models take inputs with the shapes and dtypes of the example only.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -64,7 +66,7 @@ def apply(
         example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
         target: as for :func:`optimize`.
-        training: as for :func:`optimize`.
+        training: as for :func:`optimize`; may be left out, since the placement tells it.
         optimizer: makes the placed step update the parameters; the placement must have been
             searched with an optimizer of this kind. Without it, any torch optimizer can be used
             beside the step, even if the search included one.
@@ -76,11 +78,13 @@ def apply(
         ExtractionError: the model cannot be extracted, is on the meta device, or is placed on
             pinned cores although its extraction holds for the example inputs only; unplaced it runs
             there, too.
-        ValueError: the placement belongs to another graph, its devices are not on this machine, the
-            example inputs are missing, or copies cannot overlap on these devices.
+        ValueError: the placement belongs to another graph, or is of inference instead of training
+            or the other way round, its devices are not on this machine, the example inputs are
+            missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.
     """
     own = _placement_of(placement)
+    _check_mode(own, training, loss)
     check_can_run(own)
     hosts: tuple[Host, ...] = ()
     if isinstance(placement, Result) and not own.unplaced:
@@ -92,7 +96,7 @@ def apply(
         extraction = made_for if same else extract(step, made_for.extractor)
     else:
         extraction = _extracted(
-            model, example_inputs, loss, target, training, optimizer, dtype, extractor, own
+            model, example_inputs, loss, target, optimizer, dtype, extractor, own
         )
     return _applied(extraction, own, hosts, overlap=overlap)
 
@@ -138,7 +142,7 @@ def export(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     target: Any = None,
-    training: bool = True,
+    training: bool | None = None,
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
     extractor: str = AUTO,
@@ -158,7 +162,7 @@ def export(
         example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
         target: as for :func:`optimize`.
-        training: as for :func:`optimize`.
+        training: as for :func:`apply`.
         optimizer: as for :class:`placer.Workload`.
         dtype: as for :func:`apply`.
         extractor: as for :func:`optimize`.
@@ -173,11 +177,12 @@ def export(
             model or example inputs are missing.
     """
     write, own = format_named(format), _placement_of(placement)
+    _check_mode(own, training, loss)
     if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
     else:
         extraction = _extracted(
-            model, example_inputs, loss, target, training, optimizer, dtype, extractor, own
+            model, example_inputs, loss, target, optimizer, dtype, extractor, own
         )
     problem = None
     if isinstance(placement, Result) and own.graph == placement.problem.graph.hash:
@@ -192,7 +197,6 @@ def _extracted(
     example_inputs: Any,
     loss: Callable[[Any, Any], torch.Tensor] | None,
     target: Any,
-    training: bool,
     optimizer: str | Optimizer | None,
     dtype: str,
     extractor: str,
@@ -208,11 +212,23 @@ def _extracted(
         example_inputs,
         loss,
         target=target,
-        training=training,
+        training=placement.is_training,
         optimizer=optimizer,
         dtype=dtype,
     )
     return extraction_for(step, placement.device_names, extractor)
+
+
+def _check_mode(placement: Placement, training: bool | None, loss: object) -> None:
+    """Raise ValueError if the arguments contradict what the placement was made for."""
+    if training is None and loss is not None and not placement.is_training:
+        raise ValueError(
+            "the placement is of inference, which has no loss: leave loss out, or give "
+            "training=False with it if the inputs have a target"
+        )
+    if training not in (None, placement.is_training):
+        kind = "a training step" if placement.is_training else "inference"
+        raise ValueError(f"the placement is of {kind}: leave training={training} out")
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:

@@ -90,7 +90,7 @@ def tried(name: str, case: Case, *, training: bool) -> Attempt:
 def _run(found: Attempt, case: Case) -> Attempt:
     batches = [_batch(case, found.training, seed) for seed in range(BATCHES)]
     step = _step(case, *batches[0], training=found.training)
-    extraction = extract(step, any_data=True)
+    extraction = extract(step, needs="any data")
     found = replace(
         found,
         extractor=extraction.extractor,
@@ -151,7 +151,7 @@ def _is_equal_in_double(
     )
     try:
         step = _step(case, *wide[0], training=training, dtype=double)
-        extraction = extract(step, any_data=True)
+        extraction = extract(step, needs="any data")
         return not _wrong(case, extraction, wide, training=training, dtype=double)
     except Exception:  # noqa: BLE001 - such as a model that makes tensors in float32
         return False

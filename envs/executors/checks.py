@@ -158,6 +158,11 @@ def _difference(leaf: object, example: object) -> str:
     elif not isinstance(leaf, torch.Tensor):
         return f"{type(leaf).__name__}, not a tensor"
     elif leaf.shape != example.shape or leaf.dtype != example.dtype:
+        if leaf.dtype != example.dtype and leaf.shape == example.shape:
+            return (
+                f"{leaf.dtype}, the placement was made for {example.dtype}: give it as "
+                f"{example.dtype}, or place the step for {leaf.dtype}"
+            )
         smaller = leaf.dtype == example.dtype and leaf.shape[1:] == example.shape[1:]
         advice = " (drop_last=True of a DataLoader leaves out a last, smaller batch)"
         return (

@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.function import Function
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -32,12 +34,14 @@ from graphs.extract.errors import (
     running_line,
     unreturnable,
     wants_input_gradient,
+    writes_gradient,
     writes_input,
 )
 from graphs.extract.export.flags import Results, asking_lines, check_like_eager
 from graphs.extract.export.trace import Position
 from graphs.extract.fx_nodes import constants_of, drop_unread, written_arguments
 from graphs.extract.model_state import (
+    GradientWatch,
     check_not_replaced,
     check_same_form,
     replaced,
@@ -49,26 +53,11 @@ from graphs.extract.model_state import (
 from graphs.extract.module_calls import ModuleCall, ModuleCalls, module_paths
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.reads.checks import is_decided, running_check
-from graphs.extract.reads.known_values import (
-    OF_TORCH,
-    decided_value,
-    deciding_inputs,
-    drawn_from,
-)
-from graphs.extract.reads.value_reads import PACK, readable
+from graphs.extract.reads.known_values import drawn_from
+from graphs.extract.reads.value_reads import lines_that_read, readable, reads_values, steering
 from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
-
-READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
-PACKS: Final = f"aten::{PACK}"  # which torch does not tag
-SELECTS_MASKED: Final = "aten::masked_select"
-READ_ARGUMENTS: Final = {
-    "aten::_ctc_loss": (2, 3),
-    **dict.fromkeys((SELECTS, SELECTS_MASKED, PACKS), (1,)),
-}
-"""Positions of the arguments whose values decide the size of a result, where not all do."""
 
 
 def record(step: Workload) -> Traced:
@@ -100,7 +89,7 @@ class _Recording:
             module = make_fx(self._run, _error_on_data_dependent_ops=False)(*self.tensors)
         graph = module.graph
         lines, unchecked = lines_that_read(graph, "reads_values"), lines_that_read(graph, "checks")
-        steering = _steering(module)
+        steers = steering(module)
         drop_unread(graph)  # as values for Python
         placeholders = graph.find_nodes(op="placeholder")
         for node, tensor in zip(placeholders, self.tensors, strict=True):
@@ -117,7 +106,7 @@ class _Recording:
             outputs=self.outputs,
             depends_on_data=lines,
             unchecked=unchecked,
-            steering=steering,
+            steering=steers,
         )
 
     def computed(self) -> Results:
@@ -188,7 +177,11 @@ class _Recording:
             for source, tensor in zip(self.sources, wrapped, strict=True)
             if source.role in ("parameter", "buffer") and tensor.requires_grad
         }
-        recorder.go_back_from(loss)
+        names = [source.name for source in self.sources]
+        watch = GradientWatch(
+            [*zip(names, self.tensors, strict=True), *zip(names, wrapped, strict=True)]
+        )
+        recorder.go_back_from(loss, watch)
         self.results = [Result(-1, "output", "0")]
         returned = [loss]
         if loss.requires_grad:
@@ -199,6 +192,8 @@ class _Recording:
                 if gradient is not None:
                     self.results.append(Result(-1, "gradient", name))
                     returned.append(gradient)
+            if written := watch.written():
+                raise writes_gradient(type(self.step.model), written)
         return returned
 
     def _outputs(self, returned: Any) -> list[torch.Tensor]:
@@ -295,7 +290,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         last = next(iter(reversed(self.graph.nodes)))
         result = func(*args, **kwargs)
         meta = self._meta(func)
-        if _reads_values(func, args) and not ((drawn := drawn_from(args[0])) and is_decided(drawn)):
+        if reads_values(func, args) and not ((drawn := drawn_from(args[0])) and is_decided(drawn)):
             check = running_check()
             meta |= {"reads_values": running_line()} if check is None else {"checks": check.line}
         node = last.next
@@ -304,9 +299,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             node = node.next
         return result
 
-    def go_back_from(self, loss: torch.Tensor) -> None:
-        """Treat everything dispatched from now on as the backward pass of ``loss``."""
+    def go_back_from(self, loss: torch.Tensor, watch: GradientWatch) -> None:
+        """Treat everything dispatched from now on as the backward pass of ``loss``.
+
+        Raise ExtractionError, meanwhile, if a function with its own backward writes a gradient.
+        """
         self.backward = True
+
+        def left(function: type[Function] | None, *_: Any) -> None:
+            self.between = True
+            if function is not None and (written := watch.written()):
+                raise writes_gradient(function, written)
+
         queue, visited = [loss.grad_fn], set()
         while queue:
             node = queue.pop()
@@ -314,7 +318,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 continue
             visited.add(node)
             node.register_prehook(lambda _: setattr(self, "between", False))
-            node.register_hook(lambda *_: setattr(self, "between", True))
+            node.register_hook(partial(left, getattr(node, "_forward_cls", None)))
             queue += [below for below, _ in node.next_functions]
 
     def _meta(self, func: Any) -> dict[str, Any]:
@@ -335,66 +339,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return meta
 
 
-def _reads_values(func: Any, args: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload):
-        return False
-    if func._schema.name == PACKS:
-        return True
-    if not READS_VALUES & set(func.tags):
-        return False
-    if func._schema.name != SELECTS:
-        return True
-    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, FunctionalTensor)
 
 
 def _stack_of(call: ModuleCall) -> dict[str, tuple[str, str]]:
     return {call.key: (call.path, call.kind)}
-
-
-def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
-    """Return the lines that read values which come from inputs, state or a random generator.
-
-    ``mark`` is the name under which nodes have these lines, in their meta.
-    """
-    from_data: set[fx.Node] = set()
-    lines: dict[str, None] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            from_data.add(node)
-        elif isinstance(node.target, torch._ops.OpOverload):
-            random = torch.Tag.nondeterministic_seeded in node.target.tags
-            random |= node.target.namespace not in OF_TORCH  # it may draw, too
-            of_data = random or not from_data.isdisjoint(deciding_inputs(node))
-            if of_data and decided_value(node) is None:
-                from_data.add(node)
-            if mark in node.meta and not from_data.isdisjoint(_read_nodes(node)):
-                lines[node.meta[mark] or "a place that torch does not name"] = None
-        elif not from_data.isdisjoint(node.all_input_nodes):
-            from_data.add(node)
-    return tuple(lines)
-
-
-def _steering(module: fx.GraphModule) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that are neither state nor inputs, and that decide what is read."""
-    queue = [node for node in module.graph.nodes if "reads_values" in node.meta]
-    seen = set(queue)
-    while queue:
-        new = set(queue.pop().all_input_nodes) - seen
-        seen |= new
-        queue += new
-    held = constants_of(module)
-    return tuple(
-        source.tensor for node, source in held.items() if node in seen and source.tensor is not None
-    )
-
-
-def _read_nodes(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs of a node whose values it reads."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    positions = READ_ARGUMENTS.get(node.target._schema.name, range(len(node.args)))
-    read = [node.args[position] for position in positions]
-    return [leaf for leaf in tree_leaves(read) if isinstance(leaf, fx.Node)]

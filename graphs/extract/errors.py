@@ -10,6 +10,7 @@ another one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
@@ -24,6 +25,7 @@ from typing import Any, Final
 
 import torch
 from torch.autograd import function as autograd_function
+from torch.autograd import graph as autograd_graph
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
@@ -254,6 +256,20 @@ def unkept_function(cls: type[Function], reason: str) -> ExtractionError:
     )
 
 
+def writes_gradient(owner: type, parameter: str) -> ExtractionError:
+    """Return the error for a backward pass, of a function or model, that writes a gradient."""
+    where = ""
+    if issubclass(owner, Function):
+        own = owner.vjp if owner.backward is Function.backward else owner.backward
+        code = inspect.unwrap(own).__code__
+        where = f' (File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name})'
+    return ExtractionError(
+        f"the backward pass of {owner.__name__}{where} writes the gradient of {parameter} itself, "
+        "which a traced step does not hand back: return it from the backward of a function that "
+        "takes the parameter as an argument"
+    )
+
+
 Applied = Callable[[type[Function], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Applies a function: takes its class, torch's way to apply it, and the arguments."""
 
@@ -265,8 +281,9 @@ def custom_backward_checked(
     """Raise, while a training step runs, if an extractor cannot follow its backward pass.
 
     Reentrant checkpointing, which no extractor can follow, is a StepError. ``functions`` is called
-    in place of functions with a backward of their own, except torch's, and hooks on gradients are
-    refused then; with ``saving``, those on saved tensors are, as in activation checkpointing.
+    in place of functions with a backward of their own, except torch's; hooks on gradients, and
+    reads of ``grad_fn``, which may lead to such, are refused then. With ``saving``, hooks on saved
+    tensors are, as in activation checkpointing.
     """
     if not step.training:
         yield
@@ -281,6 +298,8 @@ def custom_backward_checked(
     enter = saved_tensors_hooks.__enter__
     register: Callable[..., Any] = vars(torch.Tensor)["register_hook"]
     transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
+    node: Any = inspect.getattr_static(torch.Tensor, "grad_fn")
+    reading: list[torch.Tensor] = []
 
     def here() -> str:
         line = running_line()
@@ -321,20 +340,34 @@ def custom_backward_checked(
             )
         return register(tensor, hook)
 
+    def checked_node(tensor: torch.Tensor) -> Any:
+        caller = sys._getframe(1)
+        is_of_model = not is_skipped(caller) or caller.f_code.co_filename == autograd_graph.__file__
+        is_refused = functions is not None and torch.is_grad_enabled() and is_of_model
+        if is_refused and not reading:
+            raise ExtractionError(
+                f"{name} takes a node of autograd{here()} (Tensor.grad_fn), to which it may add a "
+                "hook, which only a recording shows (dispatch)"
+            )
+        reading.append(tensor)  # a mode of torch functions reads it once more
+        try:
+            return node.__get__(tensor)
+        finally:
+            reading.pop()
+
     # Torch has no hook for these calls, so functions are replaced meanwhile: those that
     # Function.apply calls, since a model may hold that itself (``gelu = GeLU.apply``).
     with contextlib.ExitStack() as restored:
-        before = vars(_SingleLevelFunction).get("apply")
-        if before is None:
-            restored.callback(delattr, _SingleLevelFunction, "apply")
-        else:  # one of these contexts is within another
-            restored.callback(setattr, _SingleLevelFunction, "apply", before)
-        _SingleLevelFunction.apply = classmethod(checked_apply)  # type: ignore[attr-defined]  # its base has it
         for owner, attribute, checked in (
+            (_SingleLevelFunction, "apply", classmethod(checked_apply)),
             (autograd_function, "custom_function_call", checked_transformed),
             (saved_tensors_hooks, "__enter__", checked_enter),
             (torch.Tensor, "register_hook", checked_hook),
+            (torch.Tensor, "grad_fn", property(checked_node)),
         ):
-            restored.callback(setattr, owner, attribute, getattr(owner, attribute))
+            if attribute in vars(owner):  # also where one of these contexts is within another
+                restored.callback(setattr, owner, attribute, vars(owner)[attribute])
+            else:  # it is of a base
+                restored.callback(delattr, owner, attribute)
             setattr(owner, attribute, checked)
         yield

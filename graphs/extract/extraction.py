@@ -53,6 +53,8 @@ QUANTIZED: Final = (
 )
 """Packages whose modules and tensors hold packed weights."""
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
+Needs: TypeAlias = Literal["nothing", "any data", "calls"]
+"""What devices need of an extraction: that it holds for any data, or single calls or modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +112,25 @@ class Extraction:
     def forward(self) -> ForwardProgram:
         """The forward program that torch devices run; an ExtractionError if they cannot."""
         if self.forward_program is None:
-            reasons = {
-                "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what "
-                "cuda:N and cpu can run is its graph of modules",
-                "modules": "its graph is of modules, which the model's own code runs",
-            }
-            refusal = (
-                f"{type(self.step.model).__name__} has no forward pass of single calls, as "
-                "torch.export gives it and cuda:N and cpu run it: "
-                f"{self.no_forward or reasons[self.extractor]}"
-            )
             raise ExtractionError(
-                sentences(refusal, *(tried.reason for tried in self.fell_back)),
+                sentences(self.no_calls, *(tried.reason for tried in self.fell_back)),
                 remedy="modules" if self.extractor == "dispatch" else None,
             )
         return self.forward_program
+
+    @property
+    def no_calls(self) -> str:
+        """Return why torch devices cannot run the step call by call."""
+        reasons = {
+            "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what cuda:N "
+            "and cpu can run is its graph of modules",
+            "modules": "its graph is of modules, which the model's own code runs",
+        }
+        return (
+            f"{type(self.step.model).__name__} has no forward pass of single calls, as "
+            "torch.export gives it and cuda:N and cpu run it: "
+            f"{self.no_forward or reasons[self.extractor]}"
+        )
 
     @property
     def core_refusal(self) -> str:
@@ -159,15 +165,17 @@ class Extraction:
             raise ExtractionError(self.core_refusal, remedy="modules")
 
 
-def extract(step: Workload, extractor: str = "auto", *, any_data: bool = False) -> Extraction:
+def extract(step: Workload, extractor: str = "auto", *, needs: Needs = "nothing") -> Extraction:
     """Extract the graph of one step.
 
-    ``extractor`` is one of ``EXTRACTORS``, or "auto": the first that accepts the step; with
-    ``any_data``, a recording that depends on data is the last resort. Torch traces a model on one
-    device, so meanwhile copies of its state on the host replace it: a model that runs placed can be
-    placed anew.
+    ``extractor`` is one of ``EXTRACTORS``, or "auto": the first that accepts the step and gives
+    what the devices need, with a recording that depends on data as the last resort where they need
+    "any data". Torch traces a model on one device, so meanwhile copies of its state on the host
+    replace it: a model that runs placed can be placed anew.
     """
     names = [name for name in EXTRACTORS if extractor in ("auto", name)]
+    if needs == "calls" and extractor == "auto":
+        names.remove("dispatch")
     if not names:
         raise ValueError(
             f"there is no extractor {extractor!r}; give auto or one of {', '.join(EXTRACTORS)}"
@@ -175,7 +183,7 @@ def extract(step: Workload, extractor: str = "auto", *, any_data: bool = False) 
         )
     check_step(step)
     with on_host(step) as here:
-        return replace(_by_first(names, here, any_data=any_data), step=step)
+        return replace(_by_first(names, here, needs), step=step)
 
 
 def forward_alone(step: Workload) -> ForwardProgram:
@@ -261,14 +269,17 @@ def _quantized(what: str) -> str:
     )
 
 
-def _by_first(extractors: Sequence[Extractor], step: Workload, *, any_data: bool) -> Extraction:
-    """Extract by the first extractor that accepts the step, with ``any_data`` for any data."""
+def _by_first(extractors: Sequence[Extractor], step: Workload, needs: Needs) -> Extraction:
+    """Extract by the first extractor that accepts the step and gives what is needed."""
     fell_back: list[FallBack] = []
     recording: Extraction | None = None
     for name in extractors:
         try:
             extraction = replace(_by(name, step), fell_back=tuple(fell_back))
-            if not (any_data and extraction.depends_on_data):
+            if needs == "calls" and len(extractors) > 1 and extraction.no_forward:
+                fell_back.append(FallBack(name, sentences(extraction.no_calls)))
+                continue
+            if not (needs == "any data" and extraction.depends_on_data):
                 return extraction
             recording = extraction
             reason = f"{type(step.model).__name__} was recorded, but {extraction.dependence}"

@@ -352,6 +352,25 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class GradientWatch:
+    """Notices that gradients (``.grad``) of named tensors are assigned or written in place."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._before = [(name, tensor, *_gradient(tensor)) for name, tensor in named]
+
+    def written(self) -> str:
+        """Return the name of the first tensor whose gradient changed, or ""."""
+        for name, tensor, before, version in self._before:
+            gradient, now = _gradient(tensor)
+            if gradient is not before or now != version:
+                return name
+        return ""
+
+
+def _gradient(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    return tensor.grad, 0 if tensor.grad is None else _version(tensor.grad)
+
+
 def is_part_of(tensors: Iterable[torch.Tensor], one: torch.Tensor) -> bool:
     """Return whether a tensor begins where one of others does."""
     return has_memory(one) and any(

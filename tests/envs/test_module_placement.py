@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,15 +20,18 @@ from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster
 from envs.placement import Placement
-from graphs.extract import Extraction, Workload, extract
+from envs.runtime import extraction_for
+from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.placeable import module_map
 from graphs.graph import GraphArrays
 from tests.helpers import tiny_models
 from tests.helpers.clusters import linked
+from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import assert_trains_alike
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
+CORE = f"core:{min(os.sched_getaffinity(0))}"
 pytestmark = pytest.mark.usefixtures("second_device")
 
 
@@ -116,13 +120,16 @@ def test_a_loop_over_a_gpu_and_the_cpu_is_trained_as_the_model_is() -> None:
     assert {p.device.type for p in placed.parameters()} == {"cpu"}
 
 
-def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_model() -> None:
+@pytest.mark.parametrize("extractor", ["auto", "modules"])
+def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_model(
+    extractor: str,
+) -> None:
     model, inputs = looped()
     found = placer.optimize(
         model,
         inputs,
         loss=tiny_models.squared,
-        extractor="modules",
+        extractor=extractor,
         devices="cpu",
         search=placer.SearchConfig(budget="20e", policy=None),
         progress=False,
@@ -132,11 +139,30 @@ def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_mode
         assert each is not None
         assert each.measurement is not None
         assert each.measurement.ok, each.measurement.failure
-        applied = assert_applied(model, each.placement, inputs, "modules")
+        applied = assert_applied(model, each.placement, inputs, extractor)
         assert isinstance(applied, UnplacedModel if each.is_unplaced else HookedModule)
         applied.close()
         model.zero_grad()
     assert all("module by module" in source for source in found.cost_source.values())
+
+
+@pytest.mark.parametrize("names", [["cpu"], ["vdev:0", "cpu"], [CORE]])
+def test_all_devices_fall_back_to_the_modules_of_a_model_that_reads_values(
+    names: list[str],
+) -> None:
+    model, inputs = looped()
+    extraction = extraction_for(Workload.of(model, inputs, tiny_models.squared), names)
+    assert extraction.extractor == "modules"
+    assert extraction.fell_back[0].reason.count("test_module_placement.py") == 1
+
+
+def test_what_neither_calls_nor_modules_can_run_is_refused_with_both_reasons() -> None:
+    model = Plain(lambda m, x: torch.vmap(m.linear)(x), linear=nn.Linear(8, 8))
+    step = Workload.of(model, (torch.randn(4, 8), torch.randn(4, 8)), tiny_models.squared)
+    assert extraction_for(step, [CORE]).extractor == "export"
+    refusal = r"export: Plain has no forward pass of single calls.* modules: .*BatchedTensorImpl"
+    with pytest.raises(ExtractionError, match=refusal):
+        extraction_for(step, ["cpu"])
 
 
 def test_everything_that_a_module_does_itself_is_on_one_device() -> None:

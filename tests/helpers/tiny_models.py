@@ -18,6 +18,11 @@ from torch.utils._pytree import tree_leaves
 from graphs.extract import Workload
 from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig
 
+NO_BF16_LSTM = (
+    "" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU runs no LSTM in bf16"
+)
+"""Why models with such layers cannot run here, in eager mode either."""
+
 
 class Plain(nn.Module):
     """Module that computes ``function(model, *inputs)`` with the given submodules."""

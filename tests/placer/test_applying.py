@@ -46,6 +46,40 @@ def test_a_placement_that_cannot_be_run_is_refused_at_once(
         placer.apply(Never(), path, torch.ones(2), training=False)
 
 
+def test_a_placement_knows_whether_it_is_of_inference(path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    search = placer.SearchConfig(budget="10e", policy=None, measure=False)
+    result = placer.optimize(model, x, training=False, devices="cpu", search=search, progress=False)
+    result.save(path)
+    for placement in (result, path):
+        torch.testing.assert_close(placer.apply(model, placement, x).step(x), model(x))
+        with pytest.raises(ValueError, match="of inference: leave training=True out"):
+            placer.apply(model, placement, x, training=True)
+        assert placer.export(placement, "device-map", model, x).content == {"": "cpu"}
+        with pytest.raises(ValueError, match="of inference: leave training=True out"):
+            placer.export(placement, "device-map", model, x, training=True)
+        with pytest.raises(ValueError, match="of inference, which has no loss"):
+            placer.apply(model, placement, (x, x), loss=nn.functional.mse_loss)
+
+
+def test_an_input_of_another_dtype_is_refused_with_both_dtypes() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    search = placer.SearchConfig(budget="10e", policy=None, measure=False)
+    result = placer.optimize(model, x, training=False, devices="cpu", search=search, progress=False)
+    placed = placer.apply(model, result)
+    with pytest.raises(
+        ValueError, match=r"is torch\.float64, .* made for torch\.float32: "
+    ) as told:
+        placed.step(x.double())
+    assert "size" not in str(told.value)
+
+
+def test_a_placement_of_training_is_not_applied_for_inference(path: Path) -> None:
+    path.write_text(content(devices={"a:linear": "cpu", "a:backward/linear": "cpu"}))
+    with pytest.raises(ValueError, match="of a training step: leave training=False out"):
+        placer.apply(Never(), path, torch.ones(2), training=False)
+
+
 def test_a_file_to_export_is_read_before_the_model(path: Path) -> None:
     path.write_text("junk")
     with pytest.raises(ValueError, match="not JSON"):

@@ -23,7 +23,9 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphs.extract.errors import unkept_function
+from graphs.extract.errors import unkept_function, writes_gradient
+from graphs.extract.model_state import GradientWatch
+from graphs.workload import Workload
 
 PLAIN: Final = (
     *(bool, int, float, complex, str, type(None)),
@@ -74,7 +76,8 @@ OWN_CALL: Final = _OwnCall()
 class KeptFunctions:
     """Keeps calls of functions while a step is exported, to be restored in the exported module."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Workload) -> None:
+        self._step = step
         self._calls: list[OwnFunction] = []
         self._is_running = False
 
@@ -127,7 +130,7 @@ class KeptFunctions:
     def _check_backward(
         self, cls: type[Function], tensors: Sequence[torch.Tensor], result: Any
     ) -> None:
-        """Run the backward of a call; raise ExtractionError if it writes into the arguments.
+        """Run the backward of a call; raise if it writes into the arguments or gradients.
 
         AOTAutograd would trace it without a word and leave out what it writes.
         """
@@ -136,7 +139,8 @@ class KeptFunctions:
         inputs = [tensor for tensor in tensors if tensor.requires_grad]
         if not (outputs and inputs):
             return
-        before = [_written(tensor) for tensor in tensors]
+        before = [tensor._version for tensor in tensors]
+        gradients = GradientWatch(self._step.named_state().items())
         self._is_running = True
         try:
             with _below_export():
@@ -144,8 +148,10 @@ class KeptFunctions:
                 torch.autograd.grad(outputs, inputs, ones, allow_unused=True, retain_graph=True)
         finally:
             self._is_running = False
-        if [_written(tensor) for tensor in tensors] != before:
+        if [tensor._version for tensor in tensors] != before:
             raise unkept_function(cls, "writes into its inputs in its backward pass")
+        if written := gradients.written():
+            raise writes_gradient(cls, written)
 
     def restore(self, module: fx.GraphModule) -> None:
         """Put the functions into an exported module in place of what stands for them."""
@@ -157,13 +163,6 @@ class KeptFunctions:
                         if user.target is operator.getitem and not user.users:
                             part.graph.erase_node(user)
                 part.recompile()
-
-
-def _written(tensor: torch.Tensor) -> tuple[int, int | None, int | None]:
-    """Return what changes once a tensor or its gradient is written."""
-    gradient = tensor.grad if tensor.is_leaf else None
-    version = None if gradient is None else gradient._version
-    return tensor._version, None if gradient is None else id(gradient), version
 
 
 @contextlib.contextmanager

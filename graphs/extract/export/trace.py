@@ -164,7 +164,7 @@ def _mixed_inference(step: Workload, checked: bool) -> Traced:
 def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
     """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
     parts = Parts(step)
-    kept = KeptFunctions()
+    kept = KeptFunctions(step)
     with custom_backward_checked(step, functions=kept.call, saving=True):
         program, module = _exported(wrapper, step, parts, checked, kept)
     constants = constants_as_buffers(module)
@@ -207,7 +207,7 @@ def _described(wrapper: nn.Module, step: Workload, checked: bool) -> Traced:
 
 
 def _forward(step: Workload, checked: bool) -> fx.GraphModule:
-    return _exported(ModelAlone(step), step, Parts(step), checked, KeptFunctions())[1]
+    return _exported(ModelAlone(step), step, Parts(step), checked, KeptFunctions(step))[1]
 
 
 def trace_forward(step: Workload) -> fx.GraphModule:

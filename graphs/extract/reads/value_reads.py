@@ -1,7 +1,7 @@
-"""Ways in which Python reads values of tensors, for tensors that are traced by functionalization.
+"""Reads of tensor values by Python, while tensors are traced by functionalization.
 
-Torch's own ways go around the dispatcher and fail. Here each reads numbers by ops, which a
-recording sees and marks as reads, or is refused.
+Torch's own ways to read go around the dispatcher and fail. Here each reads numbers by ops, which a
+recording sees and marks as reads, or is refused. :func:`lines_that_read` finds them in its graph.
 """
 
 from __future__ import annotations
@@ -11,16 +11,29 @@ from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
 import torch
+from torch import fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.functional import pad
 from torch.nn.utils import rnn
+from torch.utils._pytree import tree_leaves
 
 from graphs.extract.errors import running_line
+from graphs.extract.fx_nodes import constants_of
+from graphs.extract.reads.known_values import OF_TORCH, decided_value, deciding_inputs
 from graphs.workload import ExtractionError
 
 PACK: Final = "_pack_padded_sequence"
 PAD_AGAIN: Final = "_pad_packed_sequence"
 """Torch's kernels for packed sequences."""
+READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
+PACKS: Final = f"aten::{PACK}"  # which torch does not tag
+SELECTS_MASKED: Final = "aten::masked_select"
+READ_ARGUMENTS: Final = {
+    "aten::_ctc_loss": (2, 3),
+    **dict.fromkeys((SELECTS, SELECTS_MASKED, PACKS), (1,)),
+}
+"""Positions of the arguments whose values decide the size of a result, where not all do."""
 
 
 @contextlib.contextmanager
@@ -87,3 +100,61 @@ def _padded(
     rows += [torch.full_like(rows[0], padding_value)] * (max(total_length, length) - length)
     lengths = [sum(count > i for count in counts) for i in range(batch)]
     return torch.stack(rows, 1 if batch_first else 0), torch.tensor(lengths)
+
+
+def reads_values(func: Any, args: Any) -> bool:
+    """Return whether an operator, called with these arguments, reads values of tensors."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    if func._schema.name == PACKS:
+        return True
+    if not READS_VALUES & set(func.tags):
+        return False
+    if func._schema.name != SELECTS:
+        return True
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def lines_that_read(graph: fx.Graph, mark: str) -> tuple[str, ...]:
+    """Return the lines that read values which come from inputs, state or a random generator.
+
+    ``mark`` is the name under which nodes have these lines, in their meta.
+    """
+    from_data: set[fx.Node] = set()
+    lines: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            from_data.add(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            random = torch.Tag.nondeterministic_seeded in node.target.tags
+            random |= node.target.namespace not in OF_TORCH  # it may draw, too
+            of_data = random or not from_data.isdisjoint(deciding_inputs(node))
+            if of_data and decided_value(node) is None:
+                from_data.add(node)
+            if mark in node.meta and not from_data.isdisjoint(_read_nodes(node)):
+                lines[node.meta[mark] or "a place that torch does not name"] = None
+        elif not from_data.isdisjoint(node.all_input_nodes):
+            from_data.add(node)
+    return tuple(lines)
+
+
+def steering(module: fx.GraphModule) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that are neither state nor inputs, and that decide what is read."""
+    queue = [node for node in module.graph.nodes if "reads_values" in node.meta]
+    seen = set(queue)
+    while queue:
+        new = set(queue.pop().all_input_nodes) - seen
+        seen |= new
+        queue += new
+    held = constants_of(module)
+    return tuple(
+        source.tensor for node, source in held.items() if node in seen and source.tensor is not None
+    )
+
+
+def _read_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a node whose values it reads."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    positions = READ_ARGUMENTS.get(node.target._schema.name, range(len(node.args)))
+    read = [node.args[position] for position in positions]
+    return [leaf for leaf in tree_leaves(read) if isinstance(leaf, fx.Node)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import function as autograd_function
 from torch.autograd.function import Function
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -157,6 +157,7 @@ def test_torch_is_left_as_it_was() -> None:
         (autograd_function._SingleLevelFunction, "apply"),
         (autograd_function, "custom_function_call"),
         (saved_tensors_hooks, "__enter__"),
+        (torch.Tensor, "grad_fn"),
     )
     before = [vars(owner).get(name) for owner, name in replaced]
     for function in (both, checkpointed, reentrant, rounded):
@@ -191,3 +192,122 @@ def test_a_parameter_with_a_hook_on_its_gradient_is_refused() -> None:
     parameter.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
     with pytest.raises(StepError, match=r"first\.weight .* has a hook on its gradient"):
         extract(step)
+
+
+class Accumulating(Function):
+    """A product whose backward adds half of the gradient of its weight to ``.grad`` itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        half = x.t() @ gradient / 2
+        if ctx.weight.grad is None:
+            ctx.weight.grad = torch.zeros_like(ctx.weight)
+        ctx.weight.grad.add_(half)
+        return gradient @ ctx.weight.t(), half
+
+
+def accumulating(m: Any, x: Tensor) -> Any:
+    return Accumulating.apply(m.first(x), m.second.weight)  # type: ignore[no-untyped-call]
+
+
+class OfModel(Function):
+    """The identity, whose backward assigns the gradient of a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Any) -> Tensor:
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.model.second.bias.grad = gradient.sum(0)
+        return gradient, None
+
+
+def of_model(m: Any, x: Tensor) -> Any:
+    return m.second(OfModel.apply(m.first(x), m))  # type: ignore[no-untyped-call]
+
+
+def closed_over(m: Any, x: Tensor) -> Any:
+    class Closed(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            m.second.bias.grad = gradient.sum(0)
+            return gradient
+
+    return m.second(Closed.apply(m.first(x)))  # type: ignore[no-untyped-call]
+
+
+def by_hook(m: Any, x: Tensor) -> Any:
+    def assign(gradient: Tensor) -> None:
+        m.second.bias.grad = gradient.sum(0)
+
+    y = m.first(x)
+    y.register_hook(assign)
+    return m.second(y)
+
+
+@pytest.mark.parametrize(
+    ("function", "writer"),
+    [
+        (accumulating, "Accumulating"),
+        (of_model, "OfModel"),
+        (closed_over, "Closed"),
+        (by_hook, "Plain"),
+    ],
+)
+def test_a_gradient_that_a_backward_pass_writes_itself_is_in_no_trace(
+    function: Callable[..., Any], writer: str
+) -> None:
+    step = two_layers(function)
+    for extractor in ("export", "dispatch"):
+        with pytest.raises(ExtractionError) as refused:
+            extract(step, extractor)
+        assert not isinstance(refused.value, StepError)
+    message = str(refused.value)
+    assert message.startswith(f"the backward pass of {writer} ")
+    assert "writes the gradient of second." in message
+    assert (f'File "{__file__}", line ' in message) is (writer != "Plain")
+    assert extract(step).extractor == "modules"  # the model's own code
+    assert all(own.grad is None for own in step.model.parameters())
+
+
+def hook_of_node(m: Any, x: Tensor) -> Any:
+    y = m.first(x).tanh()
+    y.grad_fn.register_hook(lambda gradients, _: (3 * gradients[0],))
+    return m.second(y)
+
+
+def hook_before_node(m: Any, x: Tensor) -> Any:
+    y = m.first(x).tanh()
+    y.grad_fn.register_prehook(lambda gradients: (3 * gradients[0],))
+    return m.second(y)
+
+
+def hook_of_edge(m: Any, x: Tensor) -> Any:
+    y = m.first(x).tanh()
+    get_gradient_edge(y).node.register_prehook(lambda gradients: (3 * gradients[0],))
+    return m.second(y)
+
+
+@pytest.mark.parametrize("function", [hook_of_node, hook_before_node, hook_of_edge])
+def test_hooks_of_nodes_of_autograd_are_recorded(function: Callable[..., Any]) -> None:
+    step = two_layers(function)
+    with pytest.raises(ExtractionError, match="grad_fn") as refused:
+        extract(step, "export")
+    line = function.__code__.co_firstlineno + 2
+    assert f'File "{__file__}", line {line}' in str(refused.value)
+    extraction = extract(step)
+    assert extraction.extractor == "dispatch"
+    one_process.assert_runs_as_eager(extraction, exact=True)

@@ -19,18 +19,12 @@ from graphs.extract.recurrent import WORKSPACE, saves_workspace, trained_as_in_e
 from graphs.graph import attributes_of
 from tests.helpers import one_process
 from tests.helpers.placed_steps import two_cores
-from tests.helpers.tiny_models import Plain, assert_same, eager, squared
+from tests.helpers.tiny_models import NO_BF16_LSTM, Plain, assert_same, eager, squared
 
 torch.set_num_threads(1)
 
 KERNEL, BACKWARD = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"
-BF16 = pytest.param(
-    "bf16",
-    marks=pytest.mark.skipif(
-        not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        reason="this CPU runs no LSTM in bfloat16, in eager mode either",
-    ),
-)
+BF16 = pytest.param("bf16", marks=pytest.mark.skipif(bool(NO_BF16_LSTM), reason=NO_BF16_LSTM))
 LAYERS: dict[str, dict[str, Any]] = {
     "one layer": {},
     "two layers": {"num_layers": 2},

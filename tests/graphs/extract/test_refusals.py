@@ -45,6 +45,22 @@ def test_a_model_with_vmap_is_placed_on_cores_only() -> None:
         assert extraction.forward
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (
+            None,
+            r"no loss is given and the model returned a tensor of shape .*loss=.*training=False",
+        ),
+        (lambda output, target: output - target, "the loss function returned a tensor of shape"),
+    ],
+)
+def test_a_step_without_a_scalar_loss_is_refused_in_one_sentence(loss: Any, told: str) -> None:
+    with pytest.raises(StepError, match=told) as refused:
+        extract(Workload.of(nn.Linear(8, 8), (X, X)[: 1 + (loss is not None)], loss))
+    assert ". " not in str(refused.value)
+
+
 def test_unknown_extractors_are_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="export, dispatch, modules"):
         extract(vmapped(), "dynamo")

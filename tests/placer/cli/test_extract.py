@@ -199,6 +199,19 @@ def test_a_forced_extractor_falls_back_to_nothing(
     assert error in capsys.readouterr().err
 
 
+def test_what_no_extractor_takes_is_told_in_whole_sentences(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--summary", "--devices", "cpu", "--optimizer", "sgd"]
+    assert main(["extract", f"{model}:branching", *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("placer: no extractor takes ")
+    assert f'File "{model}", line ' in error
+    assert "choose with torch.where" in error
+    assert error.endswith("a graph of modules has no ops for an optimizer: leave it out.")
+    assert "..." not in error
+
+
 def test_a_graph_of_modules_is_measured_on_cores(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
