@@ -112,7 +112,7 @@ DEVICE_STATE: Final = _table(
 )
 QUEUE_STATE: Final = _table(
     idle_ports="i4",
-    waiting="i4",  # first transfer that waits, root of a skew heap, or -1
+    waiting="i4",  # root of a skew heap of transfers, or -1; with ports: number of transfers
     busy="?",
     touched="?",
     free_ns="i8",  # express: end of its last transfer
@@ -207,7 +207,8 @@ class Workspace(NamedTuple):
     touched_devices: Indices  # (D,)
     touched_queues: Indices  # (Q,)
     sent: Indices  # (E,)
-    unqueued: Indices  # (E,) transfers that start without waiting; also those put back into a line
+    unqueued: Indices  # (E,) transfers that start without waiting
+    waiting: Ints  # with ports: (D * D,) first transfer of a pair that waits, root of a heap, or -1
     events: Longs  # (2 P,) the next event of every slot, see envs.simulator.kernel.queues
     unqueued_events: Longs  # (E,) binary heap
     ends: Longs  # express: (2 P,) the next end of every device, a tree like events

@@ -6,7 +6,7 @@ occupy it, and end at their consumers.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from envs.compiled import compiled_borrowing, compiled_inline, index, int64
 from envs.problem import HORIZON_NS, Floats, Ints, transfer_ns
@@ -37,6 +37,7 @@ from envs.simulator.kernel.queues import (
     push_waiting,
     set_event,
     touch_device,
+    waits_before,
 )
 
 
@@ -53,7 +54,15 @@ def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> No
         work.counts[UNQUEUED] += 1
         return
     line = index(pair.line)
-    push_waiting(arrays, work, line, number)
+    queue = work.queues[line]
+    if arrays.queues[line].ports > 1:
+        at = index(transfer.pair)
+        work.waiting[at] = push_waiting(arrays, work, line, int64(work.waiting[at]), number)
+        queue.waiting += 1
+        if not _has_idle_ports(work, pair):
+            return  # the line is touched where one becomes idle
+    else:
+        queue.waiting = push_waiting(arrays, work, line, int64(queue.waiting), number)
     _touch_queue(work, line)
 
 
@@ -71,7 +80,8 @@ def start_transfers(arrays: ProblemArrays, work: Workspace, now: int, memory: in
             _serve_ports(arrays, work, line, now, memory)
         elif not queue.busy and queue.waiting >= 0:
             queue.busy = True
-            number = index(pop_waiting(arrays, work, line))
+            number = index(queue.waiting)
+            queue.waiting = pop_waiting(arrays, work, line, int64(queue.waiting))
             _start_transfer(arrays, work, number, now, memory)
     work.counts[TOUCHED_QUEUES] = 0
 
@@ -110,21 +120,41 @@ def end_transfer(
 def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, memory: int) -> None:
     """Start the transfers of a line whose two ports are idle, in order."""
     queue = work.queues[line]
-    passed_over = 0
-    while queue.idle_ports > 1 and queue.waiting >= 0:
-        number = index(pop_waiting(arrays, work, line))
-        pair = arrays.pairs[work.transfers[number].pair]
-        out, into = work.queues[index(pair.queue)], work.queues[index(pair.second_queue)]
-        if out.busy or into.busy:
-            work.unqueued[index(passed_over)] = number
-            passed_over += 1
-        else:
-            out.busy = True
-            into.busy = True
-            queue.idle_ports -= 2
-            _start_transfer(arrays, work, number, now, memory)
-    for k in range(passed_over):
-        push_waiting(arrays, work, line, work.unqueued[index(k)])
+    while queue.idle_ports > 1 and queue.waiting > 0:
+        first = _first_with_idle_ports(arrays, work, line)
+        if first < 0:
+            return
+        number = index(first)
+        at = index(work.transfers[number].pair)
+        work.waiting[at] = pop_waiting(arrays, work, line, first)
+        queue.waiting -= 1
+        queue.idle_ports -= 2
+        work.queues[index(arrays.pairs[at].queue)].busy = True
+        work.queues[index(arrays.pairs[at].second_queue)].busy = True
+        _start_transfer(arrays, work, number, now, memory)
+
+
+@compiled_inline
+def _first_with_idle_ports(arrays: ProblemArrays, work: Workspace, line: int) -> int:
+    """Return the first waiting transfer of a line whose two ports are idle, or -1."""
+    first = int64(-1)
+    for number in range(len(work.waiting)):
+        at = index(number)
+        waiting = int64(work.waiting[at])
+        if waiting < 0 or arrays.pairs[at].line != line:
+            continue
+        if not _has_idle_ports(work, arrays.pairs[at]):
+            continue
+        if first < 0 or waits_before(arrays, work, line, waiting, first):
+            first = waiting
+    return int(first)
+
+
+@compiled_inline
+def _has_idle_ports(work: Workspace, pair: Any) -> bool:
+    """Return whether both ports of a pair of devices are idle."""
+    out, into = work.queues[index(pair.queue)], work.queues[index(pair.second_queue)]
+    return not (out.busy or into.busy)
 
 
 @compiled_inline

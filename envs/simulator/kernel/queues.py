@@ -124,7 +124,7 @@ def merge_waiting(arrays: ProblemArrays, work: Workspace, line: int, a: int, b: 
         return b
     if b < 0:
         return a
-    if _waits_before(arrays, work, line, b, a):
+    if waits_before(arrays, work, line, b, a):
         a, b = b, a
     root = a
     while True:
@@ -134,33 +134,32 @@ def merge_waiting(arrays: ProblemArrays, work: Workspace, line: int, a: int, b: 
         if rest < 0:
             upper.left = b
             return root
-        if _waits_before(arrays, work, line, b, rest):
+        if waits_before(arrays, work, line, b, rest):
             rest, b = b, rest
         upper.left = rest
         a = rest
 
 
 @compiled_inline
-def pop_waiting(arrays: ProblemArrays, work: Workspace, line: int) -> int:
-    """Remove and return the transfer that a line serves first; there must be one."""
-    first = int(work.queues[line].waiting)
+def pop_waiting(arrays: ProblemArrays, work: Workspace, line: int, first: int) -> int:
+    """Remove the transfer ``first`` on top of a heap; return the new root."""
     transfer = work.transfers[index(first)]
     left, right = int64(transfer.left), int64(transfer.right)
-    work.queues[line].waiting = merge_waiting(arrays, work, line, left, right)
-    return first
+    return int(merge_waiting(arrays, work, line, left, right))
 
 
 @compiled_inline
-def push_waiting(arrays: ProblemArrays, work: Workspace, line: int, transfer: int) -> None:
-    """Add a transfer to a line."""
+def push_waiting(
+    arrays: ProblemArrays, work: Workspace, line: int, root: int, transfer: int
+) -> int:
+    """Add a transfer to the heap with this root; return the new root."""
     work.transfers[transfer].left = -1
     work.transfers[transfer].right = -1
-    queue = work.queues[line]
-    queue.waiting = merge_waiting(arrays, work, line, int64(queue.waiting), int64(transfer))
+    return int(merge_waiting(arrays, work, line, root, int64(transfer)))
 
 
 @compiled_inline
-def _waits_before(arrays: ProblemArrays, work: Workspace, line: int, one: int, other: int) -> bool:
+def waits_before(arrays: ProblemArrays, work: Workspace, line: int, one: int, other: int) -> bool:
     """Compare by urgency if the line uses it, then instant, producer, destination and edge."""
     if arrays.queues[line].by_priority and work.urgency[index(one)] != work.urgency[index(other)]:
         return bool(work.urgency[index(one)] > work.urgency[index(other)])

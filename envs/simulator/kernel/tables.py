@@ -76,6 +76,7 @@ def workspace_for(problem: Problem) -> Workspace:
     """Return a new workspace that fits a problem; about 90 bytes per op and 76 per edge."""
     n, e = problem.op_count, problem.graph.edge_count
     d, q = problem.device_count, problem.queue_count
+    has_ports = bool((problem.second_queue != NO_QUEUE).any())
     words = (n >> WORD_BITS) + 1
     order = np.arange(n, dtype=np.uint32)
     ops = np.zeros(n, OP_STATE)
@@ -103,6 +104,7 @@ def workspace_for(problem: Problem) -> Workspace:
         touched_queues=np.zeros(q, np.uint32),
         sent=np.zeros(e, np.uint32),
         unqueued=np.zeros(e, np.uint32),
+        waiting=np.full(d * d if has_ports else 0, -1, np.int32),
         events=np.full(2 << (d + q).bit_length(), NO_EVENT, np.int64),
         unqueued_events=np.zeros(e, np.int64),
         ends=np.full(2 << (d - 1).bit_length(), NO_EVENT, np.int64),
