@@ -305,6 +305,7 @@ def test_the_plain_simulator_that_speed_is_compared_with_gives_the_same(seed: in
     assert plain == (schedule.step_ns, schedule.peak_bytes.tolist())
 
 
+@pytest.mark.slow
 def test_the_max_load_lies_between_its_bound_and_the_best_single_device() -> None:
     budgets = max_load.Budgets(search_s=0.05, seeds=2, proof_s=1.0)
     found: dict[str, Any] = {}

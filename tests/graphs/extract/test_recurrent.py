@@ -78,7 +78,7 @@ def test_an_lstm_trains_by_one_kernel_for_each_layer_and_direction(
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("extractor", ["export", "dispatch"])
+@pytest.mark.parametrize("extractor", ["export", pytest.param("dispatch", marks=pytest.mark.slow)])
 def test_an_lstm_that_eager_mode_trains_cell_by_cell_is_traced_so(extractor: str) -> None:
     doubled = step_of(nn.LSTM)
     for tensor in (*doubled.model.parameters(), *doubled.inputs):
@@ -89,6 +89,7 @@ def test_an_lstm_that_eager_mode_trains_cell_by_cell_is_traced_so(extractor: str
         one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
@@ -110,10 +111,10 @@ def test_gradients_of_a_grus_inputs_are_no_sums(bias: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "extractor"),
     [
-        (nn.LSTM, "export"),
+        pytest.param(nn.LSTM, "export", marks=pytest.mark.slow),
         (nn.LSTM, "dispatch"),
         pytest.param(nn.GRU, "export", marks=pytest.mark.slow),
-        (nn.RNN, "dispatch"),
+        pytest.param(nn.RNN, "dispatch", marks=pytest.mark.slow),
     ],
 )
 def test_dropout_between_layers_is_traced(kind: type[nn.RNNBase], extractor: str) -> None:
