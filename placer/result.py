@@ -164,6 +164,8 @@ class Result:
             return [*sentences, *self._refusal]
         fastest = _fastest(placed, contended=contended)
         baseline = fastest if best.is_unplaced else single
+        # Threads of one process have no common CPU clock.
+        contended = contended and best.is_comparable(contended=True)
         if contended and (sentence := verdicts.undecided(best, baseline)):
             return [sentence]
         if best.is_unplaced:

@@ -41,12 +41,12 @@ def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended:
 def undecided(best: Candidate, other: Candidate | None) -> str:
     """Return that the clocks disagree whether the best is faster, "" if they agree.
 
-    They do not where the CPU clocks have no direction, since both are within noise.
+    They do not where one of them has no direction, since both candidates are within noise.
     """
     if other is None or best.measurement is None or other.measurement is None:
         return ""
     one, two = best.measurement, other.measurement
-    if tied(one, two, contended=True):
+    if tied(one, two, contended=True) or tied(one, two, contended=False):
         return ""
     by_cpu = ratio_of(two.cpu_clock_median_s, one.cpu_clock_median_s)
     by_wall = ratio_of(two.median_s, one.median_s)

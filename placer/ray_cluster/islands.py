@@ -17,6 +17,7 @@ import numpy as np
 
 from envs.problem import Problem
 from envs.simulator.max_load import max_load_ns
+from placer.ray_cluster.address import ClusterError
 from placer.ray_cluster.connection import START_S
 from placer.search.candidate import Candidate, Kind, distinct
 from placer.search.compilation import load_compiled_code
@@ -110,8 +111,8 @@ class Islands:
                 if search.meter.over():
                     break
                 self._round(search, shared, number)
-        except ConnectionError:
-            if not search.best:
+        except ConnectionError as error:
+            if isinstance(error, ClusterError) or not search.best:
                 raise
         request.report(1.0, "done")
         return [*search.best, *_numbered(search.others)] or _heuristics(request)

@@ -108,7 +108,8 @@ class MeasuringNodes:
         end = late - LATE_S + LOAD_S
         try:
             while (now := time.monotonic()) < end:
-                wanted = self._wanted if now < late else len(self._sets)
+                on_time = self._processes or now < late
+                wanted = self._wanted if on_time else len(self._sets)
                 while reserve and len(self._processes) + len(loading) < wanted:
                     own = reserve.pop(0)
                     try:
@@ -121,7 +122,7 @@ class MeasuringNodes:
                         loading[ready] = own, process
                 if not loading:
                     break
-                report(f"loading the model on {len(loading)} more sets of devices")
+                report(f"loading the model on {len(loading)} more device sets")
                 for ready in self._cluster.done([*loading]):
                     own, process = loading.pop(ready)
                     self._processes[own] = process

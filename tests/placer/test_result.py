@@ -203,6 +203,25 @@ def test_clocks_that_disagree_on_a_busy_machine_decide_nothing(
     )
 
 
+def test_clocks_do_not_disagree_where_wall_times_are_within_noise() -> None:
+    walls_s = np.array([4.5, 3.6, 4.004, 5.1, 3.0]), np.array([3.0, 5.0, 4.0, 3.5, 4.5])
+    best, single = (
+        replace(
+            candidate(kind, 1.0),
+            measurement=Measurement(wall_s=wall_s, cpu_clock_s=np.full(5, cpu_clock_s)),
+        )
+        for kind, wall_s, cpu_clock_s in zip((HEFT, SINGLE), walls_s, (1.0, 1.5), strict=True)
+    )
+    assert result_of([best, single]).verdict == "1.50x faster than a, by CPU-clock time."
+
+
+def test_threads_without_a_cpu_clock_are_compared_by_the_wall_clock() -> None:
+    threads = by_clocks(unplaced("core:0-1", 1.0), 4.0, 4.0)
+    result = result_of([threads, by_clocks(candidate(HEFT, 1.0), 3.0, 6.0)])
+    assert result.contended
+    assert "It is 1.50x faster than the fastest placement, HEFT." in result.verdict
+
+
 def test_the_unplaced_model_is_left_on_a_busy_machine_only_if_the_clocks_agree() -> None:
     def result(wall_s: float, cpu_clock_s: float = 2.0) -> Result:
         placed = by_clocks(candidate(HEFT, 1.0), cpu_clock_s, wall_s)

@@ -49,7 +49,8 @@ FULL: Final = 5
 BEYOND_HORIZON: Final = 6
 READY_LATER: Final = 7
 EXPRESS: Final = 8
-COUNTS: Final = 9
+WAITING_PAIRS: Final = 9
+COUNTS: Final = 10
 
 
 def _table(**columns: str) -> np.dtype[np.void]:
@@ -209,6 +210,7 @@ class Workspace(NamedTuple):
     sent: Indices  # (E,)
     unqueued: Indices  # (E,) transfers that start without waiting
     waiting: Ints  # with ports: (D * D,) first transfer of a pair that waits, root of a heap, or -1
+    waiting_pairs: Indices  # with ports: (D * D,) the pairs with waiting transfers, in any order
     events: Longs  # (2 P,) the next event of every slot, see envs.simulator.kernel.queues
     unqueued_events: Longs  # (E,) binary heap
     ends: Longs  # express: (2 P,) the next end of every device, a tree like events

@@ -23,6 +23,7 @@ from envs.simulator.kernel.arrays import (
     TOUCHED_QUEUES,
     UNQUEUED,
     UNQUEUED_EVENTS,
+    WAITING_PAIRS,
     ProblemArrays,
     Workspace,
 )
@@ -57,6 +58,9 @@ def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> No
     queue = work.queues[line]
     if arrays.queues[line].ports > 1:
         at = index(transfer.pair)
+        if work.waiting[at] < 0:
+            work.waiting_pairs[index(work.counts[WAITING_PAIRS])] = at
+            work.counts[WAITING_PAIRS] += 1
         work.waiting[at] = push_waiting(arrays, work, line, int64(work.waiting[at]), number)
         queue.waiting += 1
         if not _has_idle_ports(work, pair):
@@ -121,12 +125,16 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
     """Start the transfers of a line whose two ports are idle, in order."""
     queue = work.queues[line]
     while queue.idle_ports > 1 and queue.waiting > 0:
-        first = _first_with_idle_ports(arrays, work, line)
-        if first < 0:
+        k = _next_with_idle_ports(arrays, work, line)
+        if k < 0:
             return
-        number = index(first)
-        at = index(work.transfers[number].pair)
-        work.waiting[at] = pop_waiting(arrays, work, line, first)
+        at = work.waiting_pairs[index(k)]
+        number = index(work.waiting[at])
+        work.waiting[at] = pop_waiting(arrays, work, line, int64(work.waiting[at]))
+        if work.waiting[at] < 0:
+            work.counts[WAITING_PAIRS] -= 1
+            last = work.waiting_pairs[index(work.counts[WAITING_PAIRS])]
+            work.waiting_pairs[index(k)] = last
         queue.waiting -= 1
         queue.idle_ports -= 2
         work.queues[index(arrays.pairs[at].queue)].busy = True
@@ -135,19 +143,17 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
 
 
 @compiled_inline
-def _first_with_idle_ports(arrays: ProblemArrays, work: Workspace, line: int) -> int:
-    """Return the first waiting transfer of a line whose two ports are idle, or -1."""
-    first = int64(-1)
-    for number in range(len(work.waiting)):
-        at = index(number)
+def _next_with_idle_ports(arrays: ProblemArrays, work: Workspace, line: int) -> int:
+    """Return which waiting pair has the first transfer of a line whose ports are idle, or -1."""
+    best, first = int64(-1), int64(-1)
+    for k in range(work.counts[WAITING_PAIRS]):
+        at = work.waiting_pairs[index(k)]
+        if arrays.pairs[at].line != line or not _has_idle_ports(work, arrays.pairs[at]):
+            continue
         waiting = int64(work.waiting[at])
-        if waiting < 0 or arrays.pairs[at].line != line:
-            continue
-        if not _has_idle_ports(work, arrays.pairs[at]):
-            continue
         if first < 0 or waits_before(arrays, work, line, waiting, first):
-            first = waiting
-    return int(first)
+            best, first = int64(k), waiting
+    return int(best)
 
 
 @compiled_inline

@@ -40,6 +40,7 @@ from envs.simulator.kernel.arrays import (
     RANK_EXCESS,
     RECORD_MEMORY,
     STOP_WHEN_FULL,
+    WAITING_PAIRS,
     Indices,
     ProblemArrays,
     Workspace,
@@ -219,6 +220,8 @@ def simulate_batch(
 @compiled_inline
 def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -> bool:
     """Reset to time 0; return False where an op may not run on its device or does not fit."""
+    for k in range(work.counts[WAITING_PAIRS]):  # of a step that was aborted
+        work.waiting[work.waiting_pairs[k]] = -1
     for k in range(COUNTS):
         work.counts[k] = 0
     for k in range(len(work.events)):
@@ -240,7 +243,6 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         queue.waiting = 0 if queue.idle_ports > 1 else -1
         queue.busy = False
         queue.touched = False
-    work.waiting[:] = -1
     for number in range(len(devices)):
         i = index(number)
         d = index(devices[i])

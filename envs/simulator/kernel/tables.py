@@ -105,6 +105,7 @@ def workspace_for(problem: Problem) -> Workspace:
         sent=np.zeros(e, np.uint32),
         unqueued=np.zeros(e, np.uint32),
         waiting=np.full(d * d if has_ports else 0, -1, np.int32),
+        waiting_pairs=np.zeros(d * d if has_ports else 0, np.uint32),
         events=np.full(2 << (d + q).bit_length(), NO_EVENT, np.int64),
         unqueued_events=np.zeros(e, np.int64),
         ends=np.full(2 << (d - 1).bit_length(), NO_EVENT, np.int64),

@@ -104,7 +104,6 @@ def refused(address: str, files: tuple[Path, Path], capsys: pytest.CaptureFixtur
     assert time.monotonic() - began < MOST_S
     lines = capsys.readouterr().err.splitlines()
     [line] = [each for each in lines if each.startswith("placer:")]
-    print(lines)
     return line
 
 

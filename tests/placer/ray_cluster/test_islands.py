@@ -12,6 +12,7 @@ import torch
 from envs.simulator.max_load import max_load_ns
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
+from placer.ray_cluster.address import ClusterError
 from placer.ray_cluster.connection import START_S
 from placer.ray_cluster.islands import (
     GRACE_S,
@@ -147,22 +148,29 @@ def test_a_search_that_is_stopped_at_once_gives_the_heuristics() -> None:
 
 
 class Losing(InTurn):
-    """Loses all nodes in the third call: loading, the first round, the second."""
+    """Fails in the third call: loading, the first round, the second."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception) -> None:
         self.calls = 0
+        self.error = error
 
     def run(self, *arguments: Any) -> list[Any]:
         self.calls += 1
         if self.calls == 3:
-            raise ConnectionError("lost")
+            raise self.error
         return super().run(*arguments)
 
 
 def test_what_was_found_is_kept_when_all_nodes_are_lost() -> None:
     request = SearchRequest(PROBLEM, Budget(evaluations=4000))
-    [found] = Islands(Recorded(), Losing()).place(request)
+    [found] = Islands(Recorded(), Losing(ConnectionError("lost"))).place(request)
     assert found.name == "HEFT"
+
+
+def test_a_node_of_another_version_that_joins_later_ends_the_search() -> None:
+    request = SearchRequest(PROBLEM, Budget(evaluations=4000))
+    with pytest.raises(ClusterError, match=r"torch 0\.1"):
+        Islands(Recorded(), Losing(ClusterError("node n has torch 0.1"))).place(request)
 
 
 class Slow(InTurn):
