@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -165,11 +164,11 @@ def decoder_speeds(item: Exercise, policy: Proposer, repeats: int) -> dict[str, 
     pairs = problem.op_count * problem.device_count
     [proposal, *_], _ = policy.propose(evaluator, item.known)
     found: dict[str, list[float]] = {name: [] for name in OF_DECODER}
+    plans = decode_batch(arrays, proposal[None])
     for _ in range(repeats):
         heft_s = _timed(lambda: decode_batch(arrays, HEFT[None]))
         policy_s = _timed(lambda: decode_batch(arrays, proposal[None]))
-        plans = decode_batch(arrays, proposal[None])
-        simulation_s = _timed(partial(evaluator.costs, *plans))
+        simulation_s = _timed(lambda: evaluator.costs(*plans))
         values = heft_s / pairs * 1e9, policy_s / pairs * 1e9, policy_s / simulation_s
         for name, value in zip(OF_DECODER, values, strict=True):
             found[name].append(value)

@@ -54,7 +54,7 @@ QUANTIZED: Final = (
 """Packages whose modules and tensors hold packed weights."""
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
 Needs: TypeAlias = Literal["nothing", "any data", "calls"]
-"""What devices need of an extraction: that it holds for any data, or single calls or modules."""
+"""A property that devices need of an extraction: that it holds for any data, or has calls."""
 
 
 @dataclass(frozen=True, slots=True)

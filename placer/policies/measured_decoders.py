@@ -38,7 +38,7 @@ from placer.startup import VERSION
 GROUP_SIZE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""
 GROUP_SIZE_ON_NODES: Final = 2
-"""The same on a cluster of any number of nodes, which run small groups side by side."""
+"""Placements in a group that runs on one of several nodes, where groups run side by side."""
 
 
 class Measuring(Protocol):

@@ -21,7 +21,7 @@ from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig
 NO_BF16_LSTM = (
     "" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU runs no LSTM in bf16"
 )
-"""Why models with such layers cannot run here, in eager mode either."""
+"""Reason why models with such layers cannot run here, in eager mode either; "" if they can."""
 
 
 class Plain(nn.Module):

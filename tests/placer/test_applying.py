@@ -69,9 +69,9 @@ def test_an_input_of_another_dtype_is_refused_with_both_dtypes() -> None:
     placed = placer.apply(model, result)
     with pytest.raises(
         ValueError, match=r"is torch\.float64, .* made for torch\.float32: "
-    ) as told:
+    ) as refused:
         placed.step(x.double())
-    assert "size" not in str(told.value)
+    assert "size" not in str(refused.value)
 
 
 def test_a_placement_of_training_is_not_applied_for_inference(path: Path) -> None:

@@ -113,7 +113,7 @@ DEVICE_STATE: Final = _table(
 )
 QUEUE_STATE: Final = _table(
     idle_ports="i4",
-    waiting="i4",  # root of a skew heap of transfers, or -1; with ports: number of transfers
+    waiting="i4",  # first transfer that waits, root of a skew heap, or -1; with ports see Workspace
     busy="?",
     touched="?",
     free_ns="i8",  # express: end of its last transfer

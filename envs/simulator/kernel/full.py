@@ -62,7 +62,6 @@ def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> No
             work.waiting_pairs[index(work.counts[WAITING_PAIRS])] = at
             work.counts[WAITING_PAIRS] += 1
         work.waiting[at] = push_waiting(arrays, work, line, int64(work.waiting[at]), number)
-        queue.waiting += 1
         if not _has_idle_ports(work, pair):
             return  # the line is touched where one becomes idle
     else:
@@ -124,7 +123,7 @@ def end_transfer(
 def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, memory: int) -> None:
     """Start the transfers of a line whose two ports are idle, in order."""
     queue = work.queues[line]
-    while queue.idle_ports > 1 and queue.waiting > 0:
+    while queue.idle_ports > 1:
         k = _next_with_idle_ports(arrays, work, line)
         if k < 0:
             return
@@ -135,7 +134,6 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
             work.counts[WAITING_PAIRS] -= 1
             last = work.waiting_pairs[index(work.counts[WAITING_PAIRS])]
             work.waiting_pairs[index(k)] = last
-        queue.waiting -= 1
         queue.idle_ports -= 2
         work.queues[index(arrays.pairs[at].queue)].busy = True
         work.queues[index(arrays.pairs[at].second_queue)].busy = True

@@ -240,7 +240,7 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
     for q in range(len(work.queues)):
         queue = work.queues[q]
         queue.idle_ports = arrays.queues[q].ports
-        queue.waiting = 0 if queue.idle_ports > 1 else -1
+        queue.waiting = -1
         queue.busy = False
         queue.touched = False
     for number in range(len(devices)):

@@ -78,15 +78,20 @@ def hidden(m: Any, x: Tensor) -> Any:
     return m.second(Hidden.apply(m.first, x.requires_grad_()))  # type: ignore[no-untyped-call]
 
 
-def test_what_an_export_would_not_keep_is_recorded() -> None:
-    step = two_layers(checkpointed)
-    with pytest.raises(ExtractionError, match="backward") as refused:
+def assert_is_recorded(function: Callable[..., Any], offset: int, reason: str) -> None:
+    """Assert that an export is refused for a line of the function, and a recording is right."""
+    step = two_layers(function)
+    with pytest.raises(ExtractionError, match=reason) as refused:
         extract(step, "export")
-    line = checkpointed.__code__.co_firstlineno + 1
+    line = function.__code__.co_firstlineno + offset
     assert f'File "{__file__}", line {line}' in str(refused.value)
     extraction = extract(step)
     assert extraction.extractor == "dispatch"
     one_process.assert_runs_as_eager(extraction, exact=True)
+
+
+def test_what_an_export_would_not_keep_is_recorded() -> None:
+    assert_is_recorded(checkpointed, 1, "backward")
 
 
 def test_a_checkpointed_step_counts_what_is_computed_again_and_saves_less() -> None:
@@ -303,11 +308,4 @@ def hook_of_edge(m: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("function", [hook_of_node, hook_before_node, hook_of_edge])
 def test_hooks_of_nodes_of_autograd_are_recorded(function: Callable[..., Any]) -> None:
-    step = two_layers(function)
-    with pytest.raises(ExtractionError, match="grad_fn") as refused:
-        extract(step, "export")
-    line = function.__code__.co_firstlineno + 2
-    assert f'File "{__file__}", line {line}' in str(refused.value)
-    extraction = extract(step)
-    assert extraction.extractor == "dispatch"
-    one_process.assert_runs_as_eager(extraction, exact=True)
+    assert_is_recorded(function, 2, "grad_fn")

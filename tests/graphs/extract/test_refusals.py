@@ -46,7 +46,7 @@ def test_a_model_with_vmap_is_placed_on_cores_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "message"),
     [
         (
             None,
@@ -55,8 +55,8 @@ def test_a_model_with_vmap_is_placed_on_cores_only() -> None:
         (lambda output, target: output - target, "the loss function returned a tensor of shape"),
     ],
 )
-def test_a_step_without_a_scalar_loss_is_refused_in_one_sentence(loss: Any, told: str) -> None:
-    with pytest.raises(StepError, match=told) as refused:
+def test_a_step_without_a_scalar_loss_is_refused_in_one_sentence(loss: Any, message: str) -> None:
+    with pytest.raises(StepError, match=message) as refused:
         extract(Workload.of(nn.Linear(8, 8), (X, X)[: 1 + (loss is not None)], loss))
     assert ". " not in str(refused.value)
 

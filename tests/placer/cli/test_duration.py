@@ -1,4 +1,4 @@
-"""What is said about the duration of an optimization, before and after it."""
+"""Estimates of the duration of an optimization, and the stages named after it."""
 
 from __future__ import annotations
 
