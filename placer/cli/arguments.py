@@ -17,6 +17,7 @@ from placer.cli.errors import BAD_USAGE, UsageError
 from placer.sources.names import is_graph_file
 
 if TYPE_CHECKING:
+    from envs.placement import Placement
     from placer.sources.target import Target
 
 LARGEST_SEED: Final = 2**32 - 1
@@ -326,13 +327,23 @@ def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[s
     return ["--inference", *words] if inference and args.inference else words
 
 
+def take_mode(args: argparse.Namespace, placement: Placement) -> None:
+    """Set ``args.inference`` to what a placement is of, which an option need not repeat.
+
+    Raises UsageError if ``--inference`` was given and the placement is of a training step.
+    """
+    if args.inference and placement.is_training:
+        raise UsageError("the placement is of a training step: leave --inference out")
+    args.inference = not placement.is_training
+
+
 def check_model_options(
     args: argparse.Namespace, target: str, *, needs_cluster: bool = True
 ) -> None:
     """Check that the options of :func:`add_model` and the devices suit the target."""
     if args.inference and args.optimizer != NONE:
         raise UsageError(
-            "inference has no gradients for an optimizer: give --inference or --optimizer"
+            "inference has no gradients for an optimizer: leave --optimizer or --inference out"
         )
     cluster = getattr(args, "cluster", None)
     if cluster is not None and (args.devices is not None or getattr(args, "memory", None)):

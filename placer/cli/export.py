@@ -14,6 +14,7 @@ from placer.cli.arguments import (
     option,
     output_group,
     pair,
+    take_mode,
     target_of,
 )
 from placer.cli.errors import UsageError, usage_errors
@@ -68,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--out": args.out}, {"placement": args.placement})
     if is_graph_file(args.target):
         raise UsageError("a graph file has no modules to name: give the model that it is of")
-    check_model_options(args, args.target)
     from envs.runtime import extraction_for
     from graphs.files import write_whole
     from placer.exports import format_named
@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         placement = _placement(args.placement)
         check_renamed(args.renamed, placement.device_names)
+    take_mode(args, placement)
+    check_model_options(args, args.target)
     step = target_of(args).load(weights=predict)
     extraction = extraction_for(step, placement.device_names, args.extractor)
     with usage_errors(ExportError):

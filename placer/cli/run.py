@@ -13,7 +13,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import add_dtype, add_extractor, count, flag, option, seed, settings
+from placer.cli.arguments import (
+    add_dtype,
+    add_extractor,
+    count,
+    flag,
+    option,
+    seed,
+    settings,
+    take_mode,
+)
 from placer.cli.errors import JOB_FAILED, JobError, UsageError, sentence, usage_errors
 from placer.cli.output import check_outputs, print_result, say
 from placer.parallel.methods.registry import (
@@ -27,6 +36,7 @@ from placer.parallel.methods.registry import (
 from placer.parallel.plan import OPTIMIZERS, RunRequest
 
 if TYPE_CHECKING:
+    from envs.placement import Placement
     from placer.parallel.run import Run
     from placer.parallel.training import Trained
 
@@ -46,7 +56,7 @@ settings of --sync (default: those of the plan, then those of the method):
   approximation-rank  rank of the matrices of powersgd
 
 examples:
-  placer run model.py:build --placement placement.json --steps 100 --inference
+  placer run model.py:build --placement placement.json --steps 100
   torchrun --nproc-per-node=2 -m placer.run model.py:build --placement placement.json \\
       --steps 100 --sync bmuf,period=16 --checkpoint run.json --checkpoint-every 50
 """
@@ -66,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option(parser, "--seed", "seed of models and batches", type=seed, default=0)
     group = parser.add_argument_group("model")
-    flag(group, "--inference", "inference instead of training")
+    flag(group, "--inference", "inference, which the placement is of")
     add_dtype(group)
     add_extractor(group)
     _add_training(parser.add_argument_group("training"))
@@ -109,12 +119,22 @@ def sync_overrides(text: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run this process's part of the training, or infer."""
+    """Run this process's part of the training, or infer if the placement is of inference."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         exit_with(os.getppid())
-    if args.inference:
-        return _infer(args)
     request = _request(args)
+    from envs.placement import Placement
+
+    with usage_errors():
+        placement = Placement.load(args.placement)
+    take_mode(args, placement)
+    if not args.inference:
+        return _train(args, request)
+    _check_inference(args)
+    return _infer(args, placement)
+
+
+def _train(args: argparse.Namespace, request: RunRequest) -> int:
     from placer.parallel.processes import StoppedError, own_rank
     from placer.parallel.run import prepare_run, train_rank
 
@@ -144,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> RunRequest:
+    if args.inference:
+        _check_inference(args)
     if args.resume and args.checkpoint is None:
         raise UsageError("--resume continues from a checkpoint: give --checkpoint, too")
     if args.checkpoint_every is not None and args.checkpoint is None:
@@ -200,23 +222,25 @@ def _print(trained: Trained) -> None:
         print(f"{name}: {value:.6g}")
 
 
-def _infer(args: argparse.Namespace) -> int:
-    """Run forward passes of the placed model in this process and print their median time."""
+def _check_inference(args: argparse.Namespace) -> None:
+    """Raise UsageError for what only a training step can have."""
     if args.sync or args.checkpoint or args.checkpoint_every or args.resume or args.save:
         raise UsageError("--sync, --checkpoint, --resume and --save are for training")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("inference runs in one process: start it without torchrun")
+
+
+def _infer(args: argparse.Namespace, placement: Placement) -> int:
+    """Run forward passes of the placed model in this process and print their median time."""
     import torch
 
     from envs.hardware.units import milliseconds
-    from envs.placement import Placement
     from envs.runtime import extraction_for
     from placer.applying import apply_extracted, check_can_run
     from placer.parallel.data import Batches, FromFunction, MadeUp
     from placer.sources.target import load_function, load_step
 
     with usage_errors():
-        placement = Placement.load(args.placement)
         check_can_run(placement)
         torch.manual_seed(args.seed)
         step = replace(load_step(args.target, training=False), dtype=args.dtype)

@@ -114,8 +114,8 @@ def leave_unplaced(
     )
     if tied(fastest.measurement, unplaced.measurement, contended=contended):
         return (
-            f"{nothing} The fastest placement, {fastest.name}, took {ratio:.2f}x as long, which is "
-            "within noise."
+            f"{nothing} No placement is faster by more than noise: {fastest.name} took "
+            f"{ratio:.2f}x as long."
         )
     return f"{nothing} It is {ratio:.2f}x faster than the fastest placement, {fastest.name}."
 

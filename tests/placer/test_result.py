@@ -229,7 +229,7 @@ def test_the_unplaced_model_is_left_on_a_busy_machine_only_if_the_clocks_agree()
 
     assert "It is 2.00x faster than the fastest placement, HEFT." in result(5.0).verdict
     assert result(3.0).verdict.startswith("Undecided: it is faster than HEFT by CPU-clock time but")
-    assert "took 1.00x as long, which is within noise" in result(5.0, 0.999).verdict
+    assert "took 1.00x as long" in result(5.0, 0.999).verdict
 
 
 def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -> None:

@@ -77,9 +77,9 @@ RUNS = [
     "extract model.py:build --inference --costs none --out extracted.json",
     "evaluate graph.json --cluster cluster.toml --placement placement.json",
     "optimize graph.json --cluster cluster.toml --budget 20e --report report.html",
-    "export of_model.json model.py:build --format device-map --inference",
+    "export of_model.json model.py:build --format device-map",
     "export of_model.json model.py:build --format device-map --inference --out map.json",
-    "run model.py:build --placement here.json --steps 3 --inference",
+    "run model.py:build --placement here.json --steps 3",
 ]
 MEASURING = ["machine --devices core:0 --out of_here.toml"]
 

@@ -265,7 +265,7 @@ def test_the_command_writes_what_the_formats_say(
         ("pipeline --as cuda:0=cuda:1", 2, "the placement has core:0, core:1"),
         ("layer-counts --as core:0=meta", 2, "no device meta"),
         ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu", 2, "no device gpu"),
-        ("layer-counts --inference", 2, "this is inference"),
+        ("layer-counts --inference", 2, "leave --inference out"),
         ("layer-counts --dtype bf16", 2, "dtype"),
         ("layer-counts --optimizer sgd", 2, "such as optimizer op"),
     ],

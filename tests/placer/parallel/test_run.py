@@ -243,6 +243,13 @@ def test_bad_usage_is_refused_before_anything_starts(
     assert message in alone([*words, *more], capsys)
 
 
+def test_no_inference_is_run_with_a_placement_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = alone([*prepared(tmp_path)(2), "--inference"], capsys)
+    assert "the placement is of a training step: leave --inference out" in error
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json", sync="ma")
     other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
@@ -267,23 +274,21 @@ def changed(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("mode", [[], ["--inference"]])
-def test_a_placement_of_another_model_is_bad_usage(mode: list[str], tmp_path: Path) -> None:
+def test_a_placement_of_another_model_is_bad_usage(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2)
     changed(tmp_path / "placement.json", graph="other")
-    [(code, out, err)] = on_ranks(1, rank, [*words, *mode, "--json"], joined=False)
+    [(code, out, err)] = on_ranks(1, rank, [*words, "--json"], joined=False)
     assert code == 2
     assert "this placement was made for graph other, not for" in err
     assert out == ""
 
 
-@pytest.mark.parametrize("mode", [[], ["--inference"]])
 def test_a_placement_that_cannot_be_run_is_refused_before_the_model_is_loaded(
-    mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = prepared(tmp_path)(2)
     (tmp_path / "target.py").write_text("raise RuntimeError('loaded')")
     changed(tmp_path / "placement.json", micro_batches=2)
-    error = alone([*words, *mode], capsys)
+    error = alone(words, capsys)
     assert "splits a step into 2 micro-batches" in error
     assert "loaded" not in error

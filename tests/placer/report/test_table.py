@@ -170,7 +170,11 @@ def test_the_verdict_compares_with_the_unplaced_step(
     slower = with_unplaced(quiet, runs)
     assert ratios(quiet.verdict) == ["1.70"]
     assert ratios(slower.verdict) == ["1.70", "1.12"]
-    assert ratios(with_unplaced(quiet, replace(runs, failure="it died")).verdict) == ["1.70"]
+    failed = with_unplaced(quiet, replace(runs, failure="it died"))
+    assert ratios(failed.verdict) == ["1.70"]
+    assert "Undecided against the unplaced model" in failed.verdict
+    assert failed.verdict.endswith(", which could not be run.")
+    assert "unplaced failed: it died" in failed.remarks
     assert "  unplaced" in printed(slower, 100)
     assert slower.with_times().to_dict()["candidates"][-1]["speed_up"] == pytest.approx(
         1.51, abs=0.01
@@ -179,7 +183,7 @@ def test_the_verdict_compares_with_the_unplaced_step(
 
 @pytest.mark.parametrize(
     ("unplaced_s", "why"),
-    [(0.25, "It is 1.42x faster"), (0.355, "took 1.00x as long, which is within noise")],
+    [(0.25, "It is 1.42x faster"), (0.355, "by more than noise: annealing took 1.00x as long")],
 )
 def test_where_the_unplaced_model_wins_or_ties_the_verdict_says_to_leave_it(
     quiet: Result, unplaced_s: float, why: str
