@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -195,6 +195,15 @@ def release(device: torch.device) -> None:
         for function in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
             getattr(torch._C, function, lambda: None)()
     _call(device, "empty_cache")
+
+
+def forked_rng(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
+    """Restore the random states of the host, and of the CUDA devices among these, on exit.
+
+    Of no others: CUDA may count devices that this process cannot use.
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    return torch.random.fork_rng(gpus, device_type="cuda")
 
 
 def unless_out_of_memory(work: Callable[[], Result], device: torch.device) -> Result | None:

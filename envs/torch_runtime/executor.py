@@ -120,7 +120,7 @@ class TorchExecutor:
         self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
         try:
             self._open.enter_context(torch_devices.limited(limited))
-            self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+            self._open.enter_context(torch_devices.forked_rng(self._devices))
         except torch.AcceleratorError as error:
             raise DevicesLostError(f"{UNUSABLE}: {_in_a_line(error)}") from error
         if not gc.get_freeze_count():  # what there was need not be searched at every placement
