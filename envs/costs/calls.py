@@ -25,7 +25,6 @@ from typing import Final, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves
 
 from envs.costs.cached_costs import MeasuredCosts, first_of_kinds, launch_kind
@@ -46,7 +45,7 @@ from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Device
 from envs.hardware.discover import available_memory_bytes
-from envs.hardware.torch_devices import torch_device, unless_out_of_memory
+from envs.hardware.torch_devices import forked_rng, torch_device, unless_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
 from graphs.extract.placeable import CallGraph
@@ -110,7 +109,7 @@ def profile_calls(
     costs: dict[str, dict[str, CallTimes]] = {kind: {} for kind in profilers}
     backwards = backward_nodes(extraction, calls)
     total = len(extraction.forward.calls)
-    with fork_rng(range(torch.cuda.device_count())):
+    with forked_rng(profiler.device for profiler in profilers.values()):
         for done, inputs in enumerate(walk(extraction), 1):
             call = inputs.call
             if not call.is_free:

@@ -31,7 +31,12 @@ from envs.executors.torch.watchdog import timed_within_bounds
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import cores_of
-from envs.hardware.torch_devices import synchronize, torch_device, unless_out_of_memory
+from envs.hardware.torch_devices import (
+    forked_rng,
+    synchronize,
+    torch_device,
+    unless_out_of_memory,
+)
 from graphs.extract import Extraction, ExtractionError, Workload
 from graphs.extract.autocast import autocast
 from graphs.extract.eager import run_step, runnable
@@ -113,7 +118,7 @@ def profile_modules_on(
         synchronize(device)
         return time.perf_counter()
 
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with forked_rng([device]):
         return _profile(extraction, repeats, now, partial(_on, device, extraction))
 
 

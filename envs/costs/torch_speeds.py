@@ -249,7 +249,7 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     for a, b in itertools.permutations(cluster.devices, 2):
         fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
         ends = torch_device(a.name), torch_device(b.name)
-        with timed_within_bounds(f"copies from {a.name}", b.name):
+        with timed_within_bounds("copies", *ends):
             copies[a.name, b.name] = copy_speed(*ends, fastest)
     precision = f", float32 matmul precision {matmul_precision()}"
     return with_speeds(cluster, rates, copies, one_way=True, notes=precision)

@@ -114,11 +114,10 @@ def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Devic
     else:
         from envs.hardware import torch_devices
 
-        try:
-            free = torch_devices.free_bytes(torch_devices.torch_device(name))
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise RuntimeError(f"{name} cannot be used: {reason}") from error
+        device = torch_devices.torch_device(name)
+        free = torch_devices.free_bytes(device)
+        if device.type == "cuda" and (reason := torch_devices.kernel_failure(device)):
+            raise torch_devices.DeviceError([device], reason)
     if limit is None:
         if free is None:
             raise ValueError(f"{name} does not report its memory: set a limit for it, such as 8GiB")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,6 +23,14 @@ LEAST_FREE_BYTES: Final = 500_000_000
 """Free memory below which a GPU is not chosen by itself."""
 DRIVER: Final = Path("/sys/module/nvidia/version")
 Result = TypeVar("Result")
+
+
+class DeviceError(RuntimeError):
+    """A GPU cannot be used, maybe not any more; ``reason`` is what CUDA says."""
+
+    def __init__(self, devices: Sequence[torch.device], reason: str) -> None:
+        super().__init__(f"{', '.join(map(str, devices))} cannot be used: {reason}")
+        self.reason = reason
 
 
 @contextlib.contextmanager
@@ -44,6 +52,43 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return named or _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def is_of_cuda(error: BaseException) -> bool:
+    """Return whether CUDA or one of its libraries raised an error, memory that ran out included."""
+    return isinstance(error, torch.AcceleratorError) or str(error).startswith(("CUDA", "cuDNN"))
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return the first line of an error's text: those of CUDA are followed by advice."""
+    return str(error).partition("\n")[0]
+
+
+@contextlib.contextmanager
+def failures_named(*devices: torch.device) -> Iterator[None]:
+    """Let errors of CUDA within the block say which of these devices it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        gpus = [device for device in devices if device.type == "cuda"]
+        if not gpus or not is_of_cuda(error):
+            raise
+        failing = [device for device in gpus if kernel_failure(device)] if len(gpus) > 1 else gpus
+        raise DeviceError(failing or gpus, in_a_line(error)) from error
+
+
+def kernel_failure(device: torch.device) -> str:
+    """Return why a GPU does not run a kernel now, or "".
+
+    It is lost, or of an architecture that torch was not built for: then copies and questions about
+    its memory work.
+    """
+    try:
+        torch.ones(1, device=device).neg_()
+        synchronize(device)
+    except RuntimeError as error:
+        return in_a_line(error)
+    return ""
 
 
 def cuda_devices() -> list[str]:
@@ -150,8 +195,14 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of an accelerator, torch's own cache included; None if unknown.
 
     No more than torch's allocator may take: a process can be limited to a share of the device.
+
+    Raises:
+        DeviceError: the device cannot be used.
     """
-    free_and_total = _call(device, "mem_get_info", device)
+    try:
+        free_and_total = _call(device, "mem_get_info", device)
+    except RuntimeError as error:  # as of every call of a device that fails or is another's
+        raise DeviceError([device], in_a_line(error)) from error
     if free_and_total is None:
         return None
     free, total = map(int, free_and_total)
@@ -166,13 +217,14 @@ def unusable_reason(name: str) -> str:
 
     Measuring its speeds alone takes 0.3 GB.
     """
+    device = torch_device(name)
     try:
-        free = free_bytes(torch_device(name))
-    except RuntimeError as error:  # as of every call of a device that fails or is another's
-        return str(error).partition("\n")[0]
-    if free is None or free >= LEAST_FREE_BYTES:
-        return ""
-    return f"only {free / 1e6:.0f} MB of its memory are free"
+        free = free_bytes(device)
+    except DeviceError as error:
+        return error.reason
+    if free is not None and free < LEAST_FREE_BYTES:
+        return f"only {free / 1e6:.0f} MB of its memory are free"
+    return kernel_failure(device)
 
 
 def held_bytes(device: torch.device) -> int:
@@ -195,6 +247,15 @@ def release(device: torch.device) -> None:
         for function in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
             getattr(torch._C, function, lambda: None)()
     _call(device, "empty_cache")
+
+
+def forked_rng(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
+    """Restore the random states of the host, and of the CUDA devices among these, on exit.
+
+    Of no others: CUDA may count devices that this process cannot use.
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    return torch.random.fork_rng(gpus, device_type="cuda")
 
 
 def unless_out_of_memory(work: Callable[[], Result], device: torch.device) -> Result | None:

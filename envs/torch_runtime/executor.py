@@ -29,7 +29,13 @@ from envs.executors.torch.watchdog import ended_after
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
-from envs.hardware.torch_devices import CPU, is_out_of_memory, torch_device
+from envs.hardware.torch_devices import (
+    CPU,
+    DeviceError,
+    is_of_cuda,
+    is_out_of_memory,
+    torch_device,
+)
 from envs.measured import DevicesLostError, Failure, TimedStep, simulated_peaks
 from envs.placement import Placement
 from envs.problem import Problem
@@ -47,7 +53,6 @@ TURN_S: Final = 0.2
 MOST_STEPS: Final = 10
 """Maximum number of counted steps per run: as many as take about ``TURN_S``, at least one."""
 UNLIMITED: Final = np.iinfo(np.int64).max
-UNUSABLE: Final = "an error before left the devices unusable for this process"
 _Running: TypeAlias = "PlacedModule | HookedModule | UnplacedModel"
 
 
@@ -63,8 +68,8 @@ class TorchExecutor:
     as is whatever else a step changes before the next placement. Memory of CUDA devices is limited
     to ``limits`` while it is open. Host memory cannot be limited, since this process holds more
     than the step: a placement that exceeds it according to the simulator fails without being run.
-    After an error that CUDA does not recover from, such as a failed assertion on the device, no
-    further candidate can be run.
+    After an error that CUDA does not recover from, such as a failed assertion on the device, only
+    candidates without the GPUs that fail since then can be run: often on the CPU alone.
 
     Args:
         extraction: the step.
@@ -106,7 +111,7 @@ class TorchExecutor:
         self._placed: PlacedModule | HookedModule | None = None  # of all placements
         self._running: _Running | None = None
         self._there: Placement | None = None  # the placement whose weights are in place
-        self._lost = ""  # why the devices cannot be used any more
+        self._lost: dict[torch.device, str] = {}  # GPUs that fail, and since what error
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
         self._host_limit_bytes = np.array(
@@ -115,14 +120,15 @@ class TorchExecutor:
                 for device in self._devices
             ]
         )
-        for device in self._devices:
-            torch_devices.release(device)
-        self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
         try:
+            for device in self._devices:
+                torch_devices.release(device)
+            self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
             self._open.enter_context(torch_devices.limited(limited))
-            self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+            self._open.enter_context(torch_devices.forked_rng(self._devices))
         except torch.AcceleratorError as error:
-            raise DevicesLostError(f"{UNUSABLE}: {_in_a_line(error)}") from error
+            failing = self._failing() or self._gpus
+            raise DevicesLostError(str(DeviceError(failing, _in_a_line(error)))) from error
         if not gc.get_freeze_count():  # what there was need not be searched at every placement
             gc.collect()
             gc.freeze()
@@ -146,13 +152,9 @@ class TorchExecutor:
         self._drop("")
 
     def run(self, placement: Placement) -> TimedStep | Failure:
-        """Run a few steps as placed.
-
-        Raises:
-            DevicesLostError: the devices cannot be used any more, since an earlier run failed.
-        """
-        if self._lost:
-            raise DevicesLostError(self._lost)
+        """Run a few steps as placed, unless an earlier run left a GPU of it unusable."""
+        if lost := [self._lost[d] for d in self._used(placement) if d in self._lost]:
+            return Failure(reason=lost[0])
         hung = (
             f"a step on {', '.join(self.problem.cluster.names)} was not over after "
             f"{self.timeout_s:g} s: an op hangs, or a device does not answer. This process ends, "
@@ -167,13 +169,16 @@ class TorchExecutor:
                 reserved_memory_bytes=self._peaks(torch_devices.peak_reserved_bytes),
             )
         except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
-            overfull = is_out_of_memory(error)
+            overfull, by_cuda = is_out_of_memory(error), is_of_cuda(error)
             failure = _in_a_line(error)
         peaks = self._peaks(torch_devices.peak_bytes) if overfull else {}
         reserved = self._peaks(torch_devices.peak_reserved_bytes) if overfull else {}
         self._drop(failure)  # here the error and its frames, which hold tensors, are gone
         if not overfull:
-            return Failure(reason=f"torch cannot run it: {failure}")
+            if by_cuda:
+                self._lose(self._failing(), failure)
+            lost = [self._lost[d] for d in self._used(placement) if d in self._lost]
+            return Failure(reason=lost[0] if lost else f"torch cannot run it: {failure}")
         predicted = ", ".join(
             f"{size / 1e9:.2f} GB on {name}"
             for name, size in simulated_peaks(self._simulator, placement).items()
@@ -201,7 +206,8 @@ class TorchExecutor:
         if self._there is not placement:
             self._clear()
         for device in self._devices:
-            torch_devices.reset_peak(device)
+            if device not in self._lost:
+                torch_devices.reset_peak(device)
         module = self._module_of(placement)
         first_s = self._step(module)
         spoils = self._restore_spoilt()
@@ -265,17 +271,32 @@ class TorchExecutor:
         """Drop the placed module, which an error may have left incomplete."""
         try:
             self._clear()
-            self._placed = None
-            gc.collect()  # some tensors are in reference cycles
-            for device in self._devices:
-                torch_devices.release(device)
         except RuntimeError as error:  # as of every call of CUDA after some errors
-            self._lost = self._lost or f"{UNUSABLE}: {failure or _in_a_line(error)}"
+            self._lose(self._failing() or self._gpus, failure or _in_a_line(error))
+            if isinstance(self._placed, PlacedModule):
+                self._placed = None  # what it holds is lost
+            self._clear()
+        self._placed = None
+        self._release()
+
+    @property
+    def _gpus(self) -> list[torch.device]:
+        return [device for device in self._devices if device != CPU]
+
+    def _failing(self) -> list[torch.device]:
+        return [device for device in self._gpus if torch_devices.kernel_failure(device)]
+
+    def _lose(self, failing: Sequence[torch.device], failure: str) -> None:
+        """Use these devices no more."""
+        reason = str(DeviceError(failing, failure))
+        self._lost = dict.fromkeys(failing, reason) | self._lost
+
+    def _used(self, placement: Placement) -> list[torch.device]:
+        return [self._devices[d] for d in dict.fromkeys(placement.devices)]
 
     def _clear(self) -> None:
         """Empty the accelerators, which may have no room for the old and the new weights."""
-        ran = self._there is not None
-        self._running = self._there = None
+        ran, self._running = self._there is not None, None
         if isinstance(self._placed, PlacedModule):
             self._placed.load_optimizer_state({})
             self._placed.drop_constants()
@@ -284,15 +305,21 @@ class TorchExecutor:
         put_back(self._extraction.step, self._on_host)
         for name in changed:
             self._on_host[name].copy_(self._written[name])
+        self._there = None
         if isinstance(self._placed, HookedModule):
             self._placed.close()  # the unplaced model has no hooks
+        self._release()
+
+    def _release(self) -> None:
         gc.collect()  # some tensors are in reference cycles
-        for device in self._devices:
-            torch_devices.release(device)
+        with suppress(RuntimeError) if self._lost else nullcontext():  # CUDA asks all devices
+            for device in self._devices:
+                torch_devices.release(device)
 
     def _wait(self) -> None:
         for device in self._devices:
-            torch_devices.synchronize(device)
+            if device not in self._lost:
+                torch_devices.synchronize(device)
 
     def _peaks(self, peak: Callable[[torch.device], int | None]) -> dict[str, int]:
         """Return peaks of the step, without what was allocated before, by device."""

@@ -62,11 +62,7 @@ class WorkerExecutor:
         )
 
     def run(self, placement: Placement) -> TimedStep | Failure:
-        """Run a few steps as placed, by other processes than before if need be.
-
-        Raises:
-            DevicesLostError: this process cannot use the devices any more.
-        """
+        """Run a few steps as placed, by other processes than before if need be."""
         if placement.leaves_unplaced:
             self._end()
             try:

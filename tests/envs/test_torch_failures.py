@@ -20,7 +20,7 @@ from tests.fake_cuda.machine import machine
 from tests.helpers import tiny_models
 from tests.helpers.clusters import equal_costs
 from tests.helpers.on_torch_devices import alternating, everywhere, opened
-from tests.helpers.second_devices import FAKES
+from tests.helpers.second_devices import FAKES, second
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
@@ -46,30 +46,31 @@ def breaks_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlacedModule, "forward", failing)
 
 
-def test_after_an_error_that_leaves_the_devices_unusable_all_others_fail_with_a_sentence(
+def test_after_an_error_that_leaves_the_gpu_unusable_candidates_without_it_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unusable = f"{executor_module.UNUSABLE}: CUDA error: device-side assert triggered"
+    unusable = f"{second()} cannot be used: CUDA error: device-side assert triggered"
     step, random = tiny_models.conv_net(), torch.get_rng_state()
     breaks_at(1, monkeypatch)
     with opened(step) as backend:
         placements = [everywhere(backend.problem, device) for device in (0, 1, 0)]
-        first, *others = measurements(backend.evaluate(placements))
-        assert first.failure == "torch cannot run it: CUDA error: device-side assert triggered"
-        assert [one.failure for one in others] == [unusable] * 2
-        again = measurements(backend.evaluate(placements))
-        assert [one.failure for one in again] == [unusable] * 3
+        for _ in range(2):
+            first, on_cpu, third = measurements(backend.evaluate(placements))
+            assert [first.failure, third.failure] == [unusable] * 2
+            assert on_cpu.ok, on_cpu.failure
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_turns_before_such_an_error_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_of_others_count_before_and_after_such_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     breaks_at(4, monkeypatch)  # the second turn of the first one; rounds begin with another
     with opened(tiny_models.conv_net(), rounds=3) as backend:
         placements = [everywhere(backend.problem, device) for device in range(2)]
-        first, second = measurements(backend.evaluate(placements))
+        first, on_cpu = measurements(backend.evaluate(placements))
     assert "device-side assert" in first.failure
-    assert second.ok, second.failure
-    assert second.wall_s.shape == (2,)
+    assert on_cpu.ok, on_cpu.failure
+    assert on_cpu.wall_s.shape == (3,)
 
 
 def test_new_runs_on_unusable_devices_end_with_a_sentence(
@@ -79,12 +80,12 @@ def test_new_runs_on_unusable_devices_end_with_a_sentence(
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch_devices, "limited", fails)
-    with pytest.raises(DevicesLostError, match="unusable for this process: CUDA error: device"):
+    with pytest.raises(DevicesLostError, match=r"^[a-z]+:0 cannot be used: CUDA error: device"):
         opened(tiny_models.conv_net())
 
 
 @ON_FAKE_CUDA
-def test_an_index_out_of_range_on_a_gpu_ends_measuring_with_a_sentence() -> None:
+def test_an_index_out_of_range_on_a_gpu_fails_with_a_sentence() -> None:
     step = tiny_models.tied_weights()
     tokens, target = step.inputs
     random = torch.get_rng_state()
@@ -94,9 +95,8 @@ def test_an_index_out_of_range_on_a_gpu_ends_measuring_with_a_sentence() -> None
         there = everywhere(backend.problem, 0)
         assert measurements(backend.evaluate([there]))[0].ok
         executor._extraction.step.inputs[0].add_(10_000)  # no longer in the table
-        first, second = measurements(backend.evaluate([there, everywhere(backend.problem, 1)]))
-        assert first.failure.startswith("torch cannot run it: CUDA error: device-side assert")
-        assert second.failure.startswith(f"{executor_module.UNUSABLE}: CUDA error: device-side")
+        (failed,) = measurements(backend.evaluate([there]))
+        assert failed.failure.startswith("cuda:0 cannot be used: CUDA error: device-side assert")
     assert torch.equal(torch.get_rng_state(), random)
 
 

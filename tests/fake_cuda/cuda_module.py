@@ -59,15 +59,14 @@ class CudaModule:
             self._machine.index = before
 
     def get_device_name(self, device: Any = None) -> str:
-        self._machine.device(device)
-        return "fake"
+        return self._machine.names[self._machine.device(device).index]
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         found = self._machine.device(device)
         total = self._machine.allocator(found).total_bytes
         major, minor = self.get_device_capability(found)
         return SimpleNamespace(
-            name="fake",
+            name=self.get_device_name(found),
             total_memory=total,
             uuid=f"fake {found.index}",
             L2_cache_size=CACHE_BYTES,
@@ -76,8 +75,7 @@ class CudaModule:
         )
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        self._machine.device(device)
-        return 7, 0  # too old for kernels that the CPU lacks
+        return self._machine.capabilities[self._machine.device(device).index]
 
     # --- streams
 
@@ -146,7 +144,7 @@ class CudaModule:
         found.most_reserved_bytes = found.reserved_bytes
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        self._machine.queues.check()
+        self._machine.queues.check(self._machine.device(device))
         found = self._machine.allocator(device)
         return found.total_bytes - found.reserved_bytes, found.total_bytes
 

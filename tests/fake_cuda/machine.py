@@ -55,6 +55,9 @@ class Machine:
         self.current = [self.queues.new_stream(device) for device in self.devices]
         self.default = list(self.current)
         self.index = 0
+        self.names = ["fake" for _ in self.devices]
+        self.capabilities = [(7, 0) for _ in self.devices]  # too old for kernels that the CPU lacks
+        self.refuses_kernels: dict[torch.device, str] = {}  # with these errors
         self.transfers = TRANSFERS
         self.transfers.clear()
         self._pinned: dict[int, torch.UntypedStorage] = {}  # held: their addresses stay theirs
@@ -93,6 +96,8 @@ class Machine:
         if not devices:  # in the backward pass, before it is known where
             return self._anywhere(call)
         [device] = devices
+        if device in self.refuses_kernels and not call.only_looks:
+            raise torch.AcceleratorError(f"CUDA error: {self.refuses_kernels[device]}\nCompile it")
         settle(tree_leaves((args, kwargs)), lambda place: self._settle(place, device))
         stream = self.stream_of(device)
         if call.needs_values:

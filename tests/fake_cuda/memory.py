@@ -118,7 +118,7 @@ class Allocator:
         Raises:
             torch.OutOfMemoryError: there is not enough, even without what is kept.
         """
-        self._queues.check()
+        self._queues.check(self._device)
         size_bytes = -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
         self._collect()
         segment = None
@@ -160,7 +160,7 @@ class Allocator:
     def free(self, block: Block) -> None:
         """Take memory back; called when its last tensor is gone, so it must not raise."""
         self.allocated_bytes -= block.memory.nbytes
-        if not self.is_open or self._queues.error:
+        if not self.is_open or self._queues.error or self._device in self._queues.lost:
             return
         marks = [stream.end for stream in block.users]
         kept = _Kept(block.memory, block.stream, block.segment, marks)
@@ -170,6 +170,7 @@ class Allocator:
 
     def empty_cache(self) -> None:
         """Give back what no tensor uses; the host waits for the streams that still do."""
+        self._queues.check(self._device)
         for kept in self._waiting:
             for mark in kept.marks:
                 self._queues.finish(mark)

@@ -102,7 +102,7 @@ class Event:
         self.mark: Mark | None = None
 
     def record(self, stream: Stream) -> None:
-        stream.queues.check()
+        stream.queues.check(stream.device)
         self.mark = stream.end
 
     def wait(self, stream: Stream) -> None:
@@ -122,6 +122,7 @@ class Queues:
     def __init__(self, seed: int) -> None:
         self.streams: list[Stream] = []
         self.error = ""  # once work has failed, every call fails with it
+        self.lost: dict[torch.device, str] = {}  # and their calls with these errors
         self.refuses_to_wait = False
         self._seed = seed
         self._random = random.Random(seed)
@@ -136,10 +137,21 @@ class Queues:
         self._pace[stream] = float(early) if self._seed < 2 else self._random.choice(PACES)
         return stream
 
-    def check(self) -> None:
-        """Raise the error of work that has failed, as every later call of CUDA does."""
-        if self.error:
-            raise torch.AcceleratorError(f"CUDA error: {self.error}")
+    def check(self, device: torch.device | None = None) -> None:
+        """Raise the error of work that has failed, as every later call of CUDA does.
+
+        Or that of a device that is lost.
+        """
+        if error := self.error or (self.lost.get(device, "") if device is not None else ""):
+            raise torch.AcceleratorError(f"CUDA error: {error}\nSearch for `cudaError`")
+
+    def lose(self, device: torch.device, error: str) -> None:
+        """Let every later call of a device fail; what it had to do is over, and not done."""
+        self.lost[device] = error
+        for stream in self.streams:
+            if stream.device == device:
+                stream.done += len(stream.pending)
+                stream.pending.clear()
 
     def fail(self, error: Exception) -> NoReturn:
         """Let this and every later call fail, as after an index that is out of range."""
@@ -150,13 +162,13 @@ class Queues:
         self, stream: Stream, run: Callable[[], object] | None, *, after: Mark | None = None
     ) -> None:
         """Add work to a stream; any work that may run by now may do so."""
-        self.check()
+        self.check(stream.device)
         stream.pending.append(_Work(run, after))
         self._run_early()
 
     def sleep(self, stream: Stream) -> None:
         """Let a stream do nothing until the host waits for it."""
-        self.check()
+        self.check(stream.device)
         stream.pending.append(_Work(None, None, sleeps=True))
 
     def finish(self, mark: Mark) -> None:
@@ -169,7 +181,7 @@ class Queues:
             fastest = max(self._pace[stream] for stream in ready)
             self._run(self._random.choice([s for s in ready if self._pace[s] == fastest]))
             self._run_early()
-        self.check()
+        self.check(mark.stream.device)
 
     def pass_time(self) -> None:
         """Run one piece of work: a host that looks again and again sees streams go on."""
@@ -183,7 +195,7 @@ class Queues:
         for stream in self.streams:
             if stream.device == device:
                 self.finish(stream.end)
-        self.check()
+        self.check(device)
 
     def _run_early(self) -> None:
         while not self.error and not self._runs:

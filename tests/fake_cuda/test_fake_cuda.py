@@ -201,6 +201,37 @@ def test_after_an_illegal_access_every_call_fails(machine: Machine) -> None:
             call()
 
 
+def test_every_call_of_a_lost_device_fails_and_the_others_go_on(machine: Machine) -> None:
+    held, other = torch.ones(3, device=FIRST), torch.ones(3, device=OTHER)
+    held.mul_(2)
+    machine.queues.lose(FIRST, "unspecified launch failure")
+    for call in (
+        lambda: torch.ones(3, device=FIRST),
+        lambda: held + 1,
+        lambda: other.to(FIRST),
+        lambda: held.to(OTHER),
+        held.cpu,
+        lambda: torch.cuda.synchronize(FIRST),
+        lambda: torch.cuda.mem_get_info(FIRST),
+        torch.cuda.empty_cache,  # which is for all devices
+    ):
+        with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
+            call()
+    assert (other + 1).tolist() == [2.0] * 3
+    torch.cuda.synchronize(OTHER)
+
+
+def test_a_device_may_lack_kernels_and_kinds_have_names(machine: Machine) -> None:
+    machine.names[1], machine.capabilities[1] = "an old one", (3, 5)
+    machine.refuses_kernels[OTHER] = "no kernel image is available"
+    assert [torch.cuda.get_device_name(each) for each in (FIRST, OTHER)] == ["fake", "an old one"]
+    assert torch.cuda.get_device_properties(OTHER).major == 3
+    there = torch.ones(3, device=OTHER)
+    with pytest.raises(torch.AcceleratorError, match="no kernel image"):
+        there + 1
+    assert there.view(1, 3).tolist() == [[1.0] * 3], "copies and views work"
+
+
 def test_an_index_that_has_not_arrived_fails_when_its_stream_gets_there() -> None:
     with fake_cuda(seed=0):
         side, table = side_stream(), torch.ones(3, 2, device=FIRST)

@@ -22,6 +22,7 @@ from envs.executors.state_devices import STATE_ROLES, StateDevices, states_of
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.forward_source import LaunchOrder, forward_source
 from envs.executors.torch.updates import Updates
+from envs.hardware.torch_devices import cuda_devices
 from graphs.extract import Extraction, extract
 from graphs.extract.autocast import autocasting
 from graphs.extract.export.forward import ForwardProgram
@@ -352,7 +353,7 @@ def full_device(device: torch.device | str) -> torch.device:
     """Return a device as its tensors name it: cuda is cuda:0, cpu:0 is cpu."""
     try:
         found = torch.device(device)
-        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        if found.type == "cuda" and (found.index or 0) >= len(cuda_devices()):
             raise ValueError(f"device {device} cannot be used: torch sees no such device")
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import torch
+
+from envs.hardware.torch_devices import failures_named
+
 STUCK: Final = 70
 """Exit status of a process ended this way: an internal error, as in sysexits.h."""
 PIECE_S: Final = 1.0
@@ -32,13 +36,14 @@ def ended_after(seconds: float, why: str) -> Iterator[None]:
 
 
 @contextmanager
-def timed_within_bounds(what: str, device: object) -> Iterator[None]:
-    """End the process if timing something on a device hangs."""
-    with ended_after(
-        PROFILED_S,
-        f"timing {what} on {device} was not over after {PROFILED_S:g} s: an op hangs, or the "
-        "device does not answer. This process ends, since nothing else ends such an op",
-    ):
+def timed_within_bounds(what: str, *devices: torch.device) -> Iterator[None]:
+    """End the process if timing something on devices hangs; if one of them fails, say which."""
+    hung = (
+        f"timing {what} on {', '.join(map(str, devices))} was not over after {PROFILED_S:g} s: an "
+        "op hangs, or a device does not answer. This process ends, since nothing else ends such "
+        "an op"
+    )
+    with ended_after(PROFILED_S, hung), failures_named(*devices):
         yield
 
 

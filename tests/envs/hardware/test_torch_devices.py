@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -16,8 +19,10 @@ from envs.costs.torch_speeds import seconds_per_call
 from envs.hardware import discover as discovery
 from envs.hardware import torch_devices
 from envs.hardware.discover import DeviceWarning, check_devices, discover
+from envs.hardware.torch_devices import DeviceError
 from envs.runtime import calibrated
 from tests.fake_cuda import fake_cuda
+from tests.helpers.folders import ROOT
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,15 +49,13 @@ def test_memory_of_the_cpu_is_all_that_is_free_or_limited(monkeypatch: pytest.Mo
 
 
 def test_auto_takes_all_cuda_devices_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_devices, "cuda_devices", lambda: ["cuda:0", "cuda:1"])
-    monkeypatch.setattr(torch_devices, "torch_device", torch.device)
-    monkeypatch.setattr(torch_devices, "free_bytes", lambda device: (1 << 30) + device.index)
-    monkeypatch.setattr(torch_devices, "kind_of", str)
     monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1001)
-    cluster = discover("auto")
+    with fake_cuda(2, memory_bytes=1 << 30):
+        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
+        cluster = discover("auto")
     assert cluster.names == ("cuda:0", "cuda:1", "cpu")
     memory_bytes = [device.memory_bytes for device in cluster.devices]
-    assert memory_bytes == [1 << 30, (1 << 30) + 1, 1001]
+    assert memory_bytes == [1 << 30, (1 << 30) - held.nbytes, 1001]
 
 
 @pytest.mark.filterwarnings("always")
@@ -80,6 +83,76 @@ def test_gpus_that_cannot_be_used_are_left_out_unless_they_are_named(
         monkeypatch.setattr(torch_devices, "cuda_devices", lambda: ["cuda:0", "cuda:1"])
         with pytest.warns(DeviceWarning, match="left out"):
             assert discover("auto").names[0].startswith("core:")
+
+
+NO_KERNELS = "no kernel image is available for execution on the device"
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_gpu_that_torch_has_no_kernels_for_is_left_out_or_refused() -> None:
+    with fake_cuda(2) as machine:
+        machine.refuses_kernels[machine.devices[0]] = NO_KERNELS
+        assert torch_devices.free_bytes(machine.devices[0]), "its memory alone works"
+        with pytest.warns(DeviceWarning, match=f"cuda:0 is left out: CUDA error: {NO_KERNELS}$"):
+            assert discover("auto").names == ("cuda:1", "cpu")
+        with pytest.raises(DeviceError, match=f"^cuda:0 cannot be used: CUDA error: {NO_KERNELS}$"):
+            discover("cuda:0,cuda:1,cpu")
+        assert discover("cuda:1,cpu").names == ("cuda:1", "cpu")
+
+
+def test_an_error_of_cuda_names_the_gpu_that_fails_and_others_stay_as_they_are() -> None:
+    with fake_cuda(3) as machine:
+        first, second, _ = machine.devices
+        machine.queues.lose(second, "uncorrectable ECC error encountered")
+        with (
+            pytest.raises(
+                DeviceError, match=r"^cuda:1 cannot be used: CUDA error: uncorrectable ECC error en"
+            ) as failed,
+            torch_devices.failures_named(first, second, torch_devices.CPU),
+        ):
+            torch.ones(1, device=first).to(second)
+        assert failed.value.reason == "CUDA error: uncorrectable ECC error encountered"
+        with (
+            pytest.raises(DeviceError, match=r"^cuda:0, cuda:2 cannot be used: cuDNN error: x$"),
+            torch_devices.failures_named(first, machine.devices[2]),
+        ):
+            raise RuntimeError("cuDNN error: x\nwhich both may be at")
+        with pytest.raises(RuntimeError, match=r"^mat1"), torch_devices.failures_named(first):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+NO_GPUS = "from envs.hardware.discover import discover; print(discover('auto').names); "
+REFUSED = "discover('cuda:0')"
+
+
+@pytest.mark.parametrize("visible", ["", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-5c3e"])
+def test_without_a_visible_gpu_there_are_cores(visible: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_GPUS + REFUSED],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("('core:")
+    assert done.stderr.splitlines()[-1].startswith("ValueError: there is no device cuda:0: torch ")
+    assert done.stderr.endswith(" sees no cuda devices\n")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_gpus_may_be_made_visible_by_their_uuid() -> None:
+    uuid = torch_devices.uuid_of(torch.device("cuda:0"))
+    done = subprocess.run(
+        [sys.executable, "-c", NO_GPUS],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": f"GPU-{uuid}"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "('cuda:0', 'cpu')\n"
 
 
 def test_a_device_that_this_torch_does_not_see_is_refused() -> None:

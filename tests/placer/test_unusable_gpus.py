@@ -1,0 +1,184 @@
+"""GPUs that are counted but cannot be used, or fail, from the devices named to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.costs import calls, torch_speeds
+from envs.hardware.discover import DeviceWarning
+from envs.hardware.torch_devices import DeviceError
+from envs.torch_runtime import TorchExecutor
+from graphs.extract import Workload
+from placer import choose
+from placer.cli.main import main
+from placer.pipeline import candidate_runs
+from tests.fake_cuda import fake_cuda
+from tests.fake_cuda.machine import Machine
+
+torch.set_num_threads(1)
+TARGET = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return model, (torch.ones(2, 4), torch.ones(2, 4)), torch.nn.MSELoss()
+"""
+LOST = "uncorrectable ECC error encountered"
+ALL = "cuda:0,cuda:1,cpu"
+
+
+def tiny() -> Workload:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let speeds be measured with little work, and anew."""
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 12)
+    monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 12)
+    monkeypatch.setattr(torch_speeds, "LARGEST_MATRIX", 1)
+    monkeypatch.setattr(torch_speeds, "MOST_CALLS", 2)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(TARGET)
+    return f"{path}:build"
+
+
+@pytest.mark.parametrize("extractor", ["export", "modules"])
+def test_the_cpu_alone_is_used_where_cuda_counts_devices_without_being_usable(
+    extractor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    # other tests have made an accelerator of their own
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    result = placer.optimize(
+        tiny(), devices="cpu", budget="1e", extractor=extractor, progress=False
+    )
+    assert result.best.measurement is not None
+    assert result.best.measurement.ok
+
+
+def two_kinds(machine: Machine) -> None:
+    machine.names[1] = "another fake"
+
+
+def test_gpus_of_two_kinds_have_costs_of_their_own() -> None:
+    with fake_cuda(2) as machine:
+        two_kinds(machine)
+        result = placer.optimize(tiny(), devices=ALL, budget="1e", progress=False)
+    assert set(result.cost_source) == {"cuda:fake", "cuda:another fake", "cpu*1"}
+
+
+# --- lost while it works
+
+
+def in_calibration(patch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
+    rate = torch_speeds.flop_per_s
+
+    def losing(device: torch.device) -> float:
+        if device.index == 1:
+            lose()
+        return rate(device)
+
+    patch.setattr(torch_speeds, "flop_per_s", losing)
+
+
+def in_copies(patch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
+    hop_s = torch_speeds.hop_s
+
+    def losing(*ends: torch.device) -> float:
+        lose()
+        return hop_s(*ends)
+
+    patch.setattr(torch_speeds, "hop_s", losing)
+
+
+def in_profile(patch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
+    timed = torch_speeds.call_time
+
+    def losing(work: Callable[[], object], device: torch.device, **named: Any) -> Any:
+        if device.index == 1:
+            lose()
+        return timed(work, device, **named)
+
+    patch.setattr(calls, "call_time", losing)
+
+
+@pytest.mark.parametrize("when", [in_calibration, in_copies, in_profile])
+def test_a_gpu_that_is_lost_before_the_search_ends_it_with_a_sentence(
+    when: Callable[..., None],
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sentence = f"cuda:1 cannot be used: CUDA error: {LOST}"
+    command = ["optimize", target, "--budget", "1e", "--quiet"]
+    with fake_cuda(2) as machine:
+        two_kinds(machine)
+        when(monkeypatch, lambda: machine.queues.lose(machine.devices[1], LOST))
+        with pytest.raises(DeviceError, match=f"^{sentence}$"):
+            placer.optimize(tiny(), devices=ALL, budget="1e", progress=False)
+        # from now on it is known to fail
+        assert main([*command, "--devices", ALL]) == 1
+        assert capsys.readouterr().err == f"placer: {sentence}\n"
+        assert main([*command, "--devices", "cuda:0,cuda:2"]) == 2, "there is no such device"
+        assert "there is no device cuda:2: torch" in capsys.readouterr().err
+        with pytest.warns(DeviceWarning, match=f"cuda:1 is left out: CUDA error: {LOST}$"):
+            result = placer.optimize(tiny(), devices="auto", budget="1e", progress=False)
+    assert result.problem.cluster.names == ("cuda:0", "cpu")
+
+
+def lost_in_a_step(patch: pytest.MonkeyPatch, machine: Machine, number: int) -> None:
+    """Lose the device of this number in the first step with an op on it."""
+    step = TorchExecutor._step
+
+    def losing(executor: TorchExecutor, module: Any) -> float:
+        if executor._there is not None and number in executor._there.devices:
+            machine.queues.lose(machine.devices[number], LOST)
+        return step(executor, module)
+
+    patch.setattr(TorchExecutor, "_step", losing)
+
+
+def test_the_loss_of_the_only_device_in_a_run_ends_the_search_with_a_sentence(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_cuda(1) as machine:
+        lost_in_a_step(monkeypatch, machine, 0)
+        assert main(["optimize", target, "--devices", "cuda:0", "--budget", "1e", "--quiet"]) == 1
+    assert capsys.readouterr().err == (
+        "placer: Every candidate failed when it was run: cuda:0 cannot be used: "
+        f"CUDA error: {LOST}\n"
+    )
+
+
+def test_the_search_goes_on_without_a_gpu_that_is_lost_in_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choose, "MEASURED_CANDIDATES", 2)
+    monkeypatch.setattr(candidate_runs, "has_headroom", lambda *_: True)
+    with fake_cuda(2) as machine:
+        lost_in_a_step(monkeypatch, machine, 1)
+        result = placer.optimize(tiny(), devices=ALL, budget="40e", progress=False)
+    sentence = f"cuda:1 cannot be used: CUDA error: {LOST}"
+    tried = [each for each in result.candidates if each.measurement is not None]
+    with_it = [each for each in tried if 1 in each.devices]
+    assert with_it
+    assert {each.failure for each in with_it} == {sentence}
+    others = [each for each in tried if each not in with_it]
+    assert {0, 2} == {int(d) for each in others for d in each.devices}
+    assert [each.failure for each in others if each.failure] == []
+    assert 1 not in result.best.devices
