@@ -208,9 +208,10 @@ def _infer(args: argparse.Namespace) -> int:
         raise UsageError("inference runs in one process: start it without torchrun")
     import torch
 
+    from envs.hardware.torch_devices import synchronize
     from envs.hardware.units import milliseconds
     from envs.placement import Placement
-    from envs.runtime import extraction_for
+    from envs.runtime import extraction_for, tensor_device
     from placer.applying import apply_extracted, check_can_run
     from placer.parallel.data import Batches, FromFunction, MadeUp
     from placer.sources.target import load_function, load_step
@@ -226,15 +227,20 @@ def _infer(args: argparse.Namespace) -> int:
     if args.data is None:
         say(args, "no --data: batches are made up")
     extraction = extraction_for(step, placement.device_names, args.extractor)
+    devices = [tensor_device(name) for name in placement.device_names]
+
+    def now() -> float:
+        for device in devices:
+            synchronize(device)
+        return time.perf_counter()
+
     seconds = []
     with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
         for number in range(args.steps):
             inputs, keywords = batches(number)
-            began = time.perf_counter()
+            began = now()
             placed.step(*inputs, **keywords)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(now() - began)
     step_s = statistics.median(seconds)
     print_result(
         args,
