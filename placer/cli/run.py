@@ -234,8 +234,9 @@ def _infer(args: argparse.Namespace, placement: Placement) -> int:
     """Run forward passes of the placed model in this process and print their median time."""
     import torch
 
+    from envs.hardware.torch_devices import synchronize
     from envs.hardware.units import milliseconds
-    from envs.runtime import extraction_for
+    from envs.runtime import extraction_for, tensor_device
     from placer.applying import apply_extracted, check_can_run
     from placer.parallel.data import Batches, FromFunction, MadeUp
     from placer.sources.target import load_function, load_step
@@ -250,15 +251,20 @@ def _infer(args: argparse.Namespace, placement: Placement) -> int:
     if args.data is None:
         say(args, "no --data: batches are made up")
     extraction = extraction_for(step, placement.device_names, args.extractor)
+    devices = [tensor_device(name) for name in placement.device_names]
+
+    def now() -> float:
+        for device in devices:
+            synchronize(device)
+        return time.perf_counter()
+
     seconds = []
     with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
         for number in range(args.steps):
             inputs, keywords = batches(number)
-            began = time.perf_counter()
+            began = now()
             placed.step(*inputs, **keywords)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(now() - began)
     step_s = statistics.median(seconds)
     print_result(
         args,

@@ -188,8 +188,9 @@ class TimedEvent(Event):
         super().wait(stream or self._current())
 
     def elapsed_time(self, end: TimedEvent) -> float:
-        assert self.query(), "the event has not happened"
-        assert end.query(), "the event has not happened"
+        for event in (self, end):
+            assert event.mark is not None, "the event was not recorded"
+            assert event.query(), "the event has not happened"
         return (end._recorded_s - self._recorded_s) * 1e3
 
 

@@ -195,7 +195,8 @@ class Allocator:
                     self._free[kept.stream].append(kept.memory)
                 else:
                     kept.segment.take_back(kept.memory)
-                self._queues.issue(kept.stream, partial(kept.memory.fill_, GARBAGE))
+                fill = partial(kept.memory.fill_, GARBAGE)
+                self._queues.issue(kept.stream, fill, poisons=True)
             else:
                 self._waiting.append(kept)
 

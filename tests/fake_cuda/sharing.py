@@ -7,16 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
-import pytest
 import torch
 from torch import Tensor
 
 from envs.executors.device_workers.sharing import Handle, Sharing
 from tests.fake_cuda.machine import fake_cuda, machine
 from tests.fake_cuda.memory import GARBAGE
-from tests.fake_cuda.streams import Stream
 from tests.fake_cuda.tensors import CudaTensor, Place
 
 
@@ -53,22 +50,6 @@ class FakeSharing(Sharing):
         tensor = opened(path, tuple(shape), dtype, device)
         tensor.place.memory.fill_(GARBAGE)
         return tensor, (opened, (path, tuple(shape), dtype, device))
-
-
-OWNERS: Final = {"record_stream": CudaTensor, "wait_stream": Stream, "synchronize": torch.cuda}
-
-
-@dataclass(frozen=True)
-class LacksOne(FakeSharing):
-    """Shares as above, in processes where one method or function does nothing."""
-
-    lacks: str = ""
-
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        with super().on(device), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(OWNERS[self.lacks], self.lacks, lambda *_: None)
-            yield
 
 
 def opened(

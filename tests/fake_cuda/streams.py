@@ -40,6 +40,7 @@ class _Work:
     run: Callable[[], object] | None
     after: Mark | None
     sleeps: bool = False
+    poisons: bool = False
 
 
 class Stream:
@@ -66,6 +67,11 @@ class Stream:
         return bool(self.pending) and (
             self.pending[0].after is None or self.pending[0].after.is_done
         )
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing is left but to overwrite freed memory, which is no work."""
+        return all(work.poisons for work in self.pending)
 
     @property
     def is_asleep(self) -> bool:
@@ -159,11 +165,16 @@ class Queues:
         raise torch.AcceleratorError(f"CUDA error: {self.error}") from error
 
     def issue(
-        self, stream: Stream, run: Callable[[], object] | None, *, after: Mark | None = None
+        self,
+        stream: Stream,
+        run: Callable[[], object] | None,
+        *,
+        after: Mark | None = None,
+        poisons: bool = False,
     ) -> None:
         """Add work to a stream; any work that may run by now may do so."""
         self.check(stream.device)
-        stream.pending.append(_Work(run, after))
+        stream.pending.append(_Work(run, after, poisons=poisons))
         self._run_early()
 
     def sleep(self, stream: Stream) -> None:

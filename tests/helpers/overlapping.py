@@ -248,7 +248,7 @@ def measured_while_idle(overlap: bool, seed: int) -> None:
     with fake_cuda(2, seed=seed) as machine, pytest.MonkeyPatch.context() as patch:
 
         def idle_clock() -> float:
-            assert not any(stream.pending for stream in machine.queues.streams)
+            assert all(stream.is_idle for stream in machine.queues.streams)
             return float(next(ticks))
 
         patch.setattr(executor, "time", SimpleNamespace(perf_counter=idle_clock))
@@ -383,8 +383,8 @@ SCENARIOS: Final[dict[str, Callable[[int], None]]] = {
         for work in (
             written_in_place,
             weights_written_after,
-            on_a_stream_of_the_caller,
             weights_in_pinned_memory,
+            on_a_stream_of_the_caller,
         )
         for overlap in (True, False)
     },

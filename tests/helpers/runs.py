@@ -63,9 +63,9 @@ def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = 
     return str(folder / "target.py")
 
 
-def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
+def placed(target: str, path: Path, *names: str, shift: int = 0, training: bool = True) -> Path:
     """Save a placement of the target's ops on devices in turn, with groups on the first device."""
-    extraction = extract(load_step(target, training=True))
+    extraction = extract(load_step(target, training=training))
     is_core = names[0].startswith("core")
     graph = GraphArrays.from_graph(extraction.graph if is_core else call_graph(extraction).graph)
     devices = (np.arange(len(graph)) + shift) % len(names)

@@ -19,7 +19,7 @@ from envs.executors.device_workers import pool
 from envs.executors.device_workers.placed_step import PlacedStep
 from graphs.extract import Extraction, Workload, extract
 from graphs.optimizer import STATE
-from tests.fake_cuda.sharing import OWNERS, FakeSharing, LacksOne
+from tests.fake_cuda.sharing import FakeSharing
 from tests.helpers import tiny_models
 from tests.helpers.extracted_steps import extracted, made
 from tests.helpers.placed_steps import random_devices, random_order
@@ -146,27 +146,6 @@ def test_values_that_go_there_and_back_have_whole_gradients(seed: int) -> None:
     places = {key: devices[(i + seed) % 3] for i, key in enumerate(keys)}
     with placed(extraction, devices, seed, places) as workers:
         assert_trains_alike(step, workers)
-
-
-@pytest.mark.slow  # as of every wait in one process
-@pytest.mark.parametrize("lacks", sorted(OWNERS))
-def test_each_wait_of_the_copies_is_needed(lacks: str) -> None:
-    """Without it the result is wrong for some order of streams, or a flag is never seen."""
-    step = replace(there_and_back(), training=False)
-    expected = forward(copy.deepcopy(step))
-
-    def is_wrong(seed: int) -> bool:
-        extraction = extract(copy.deepcopy(step))
-        keys = [call.key for call in extraction.forward.placed_calls]
-        places = {key: GPUS[i % 2] for i, key in enumerate(keys)}
-        sharing = LacksOne(2, seed, lacks=lacks)
-        with PlacedStep(extraction, places, sharing=sharing, step_timeout_s=5.0) as workers:
-            try:
-                return not torch.allclose(workers.step(*step.model_inputs), expected)
-            except WorkerError:
-                return True
-
-    assert any(map(is_wrong, range(4)))
 
 
 def test_what_is_written_in_place_after_it_was_sent_is_refused() -> None:
