@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from benchmarks.coverage.attempt import Attempt, main
-from benchmarks.coverage.models import PACKAGES, SAMPLE, cases_of, is_installed
+from benchmarks.coverage.models import NOT_EXPORTED, PACKAGES, SAMPLE, cases_of, is_installed
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from placer.sources.huggingface import WITHOUT_HUB
@@ -95,7 +95,8 @@ def reasons(known: Attempts, found: dict[str, Any]) -> Table | None:
     """Return why steps do not run on cores or are not compared.
 
     Raises:
-        RuntimeError: results differ from eager, or a model failed otherwise than by a refusal.
+        RuntimeError: results differ from eager, a model failed otherwise than by a refusal, or one
+            of the sample is extracted otherwise than it was.
     """
     odd = [
         (f"{package}: {each.name}, {STEPS[each.training]}", each)
@@ -104,17 +105,30 @@ def reasons(known: Attempts, found: dict[str, Any]) -> Table | None:
         if not each.equal
     ]
     found["reasons"] = {name: each.reason for name, each in odd}
-    if wrong := [
+    wrong = [
         f"{name}: {each.reason}"
         for name, each in odd
         if each.failed or (each.ran and each.equal is False)
-    ]:
+    ]
+    if wrong := [*wrong, *extracted_otherwise(known)]:
         raise RuntimeError("; ".join(wrong))
     rows = tuple((name, each.reason[:200]) for name, each in odd)
     note = "the first 200 characters of the reason"
     return (
         Table("Not run on cores, or not compared", note, ("model", "reason"), rows) if odd else None
     )
+
+
+def extracted_otherwise(known: Attempts) -> list[str]:
+    """Return the steps of the sample whose extractor is not the expected one, and what it was."""
+    return [
+        f"{package}: {each.name}, {STEPS[each.training]}: extracted by {each.extractor or 'none'}, "
+        f"not {expected}"
+        for package, names in SAMPLE.items()
+        for each in known.get(package, ())
+        if each.name in names
+        if each.extractor != (expected := NOT_EXPORTED.get((each.name, each.training), "export"))
+    ]
 
 
 def row(name: str, own: Sequence[Attempt], *, shares: bool = False) -> tuple[str, ...]:

@@ -268,7 +268,7 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
     if kind in transformers.CONFIG_MAPPING:
         return transformers.CONFIG_MAPPING[kind], _fields(sizes)
     known = (f"{PREFIX}{kind}" for kind in (*SIZES, *transformers.CONFIG_MAPPING))
-    hint = suggestion(f"{PREFIX}{name}", known)
+    hint = suggestion(f"{PREFIX}{name}", known, cutoff=0.75)  # the prefix is alike in all
     raise TargetError(
         f"{request}: there is no such folder, and neither a type that transformers knows nor a "
         f"model whose sizes placer knows has this name{hint or ';'} {_known()}"

@@ -186,3 +186,13 @@ def test_wrong_results_and_failures_fail_the_benchmark() -> None:
         reasons({"one": [wrong]}, {})
     with pytest.raises(RuntimeError, match="took more"):
         reasons({"one": [Attempt("b", False, failed=True, reason="took more than 1 s")]}, {})
+
+
+def test_a_model_of_the_sample_that_is_extracted_otherwise_fails_the_benchmark() -> None:
+    def of(name: str, extractor: str) -> Attempt:
+        return Attempt(name, True, extractor=extractor, ran=True, equal=True)
+
+    as_before = [of("lstm", "export"), of("checkpointing", "dispatch")]
+    assert reasons({"torch": [*as_before, of("not in the sample", "modules")]}, {}) is None
+    with pytest.raises(RuntimeError, match="torch: lstm, training: extracted by modules, not expo"):
+        reasons({"torch": [of("lstm", "modules")]}, {})

@@ -49,6 +49,13 @@ SAMPLE: Final[Mapping[str, tuple[str, ...]]] = {
     "transformers: other": ("clip", "wav2vec2"),
 }
 """20 models of packages that the development environment has."""
+NOT_EXPORTED: Final[Mapping[tuple[str, bool], str]] = {
+    ("packed gru", True): "modules",
+    ("packed gru", False): "modules",
+    ("checkpointing", True): "dispatch",
+    ("wav2vec2", True): "modules",
+}
+"""{(model of the sample, training): its extractor} where it is not that by export."""
 
 
 def is_installed(package: str) -> bool:
