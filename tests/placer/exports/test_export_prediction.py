@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_ops_of_a_graph_of_ops_and_of_one_of_calls_have_the_same_calls() -> None
 
 def placed_on(problem: Problem, *devices: int) -> Placement:
     return Placement.of(problem.graph, problem.cluster, np.array(devices), np.zeros(len(devices)))
+
+
+def test_a_map_of_a_model_left_unplaced_says_what_plans_one_of_several_devices() -> None:
+    extraction = block()
+    on_one = placement_of(extraction.graph, NAMES, [0] * len(extraction.graph))
+    for placement, remedy in ((on_one, ""), (replace(on_one, unplaced=True), "placer.device_map")):
+        exported = export_extracted(device_map, extraction, placement)
+        assert exported.content == {"": 0}
+        assert remedy in exported.summary[-1]
+        assert bool(exported.remedy) is bool(remedy)
 
 
 def test_an_export_that_does_not_fit_into_memory_says_so() -> None:
