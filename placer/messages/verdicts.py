@@ -121,7 +121,10 @@ def leave_unplaced(
 
 
 def only_unplaced(best: Candidate, others: Sequence[Candidate], *, contended: bool) -> str:
-    """Return where to leave a model unplaced whose ops cannot be placed, and what that gains."""
+    """Return where to leave a model unplaced whose ops cannot be placed, and what that gains.
+
+    Over torch's threads only if both were run: on a busy machine their times are far too long.
+    """
     [device] = best.placement.used_devices
     leave = f"Leave the model unplaced, on {device}"
     best_s = best.ranking_s(contended=contended)
@@ -131,6 +134,7 @@ def only_unplaced(best: Candidate, others: Sequence[Candidate], *, contended: bo
         + f"on {name}"
         for each in others
         if each.can_run and each.is_comparable(contended=contended)
+        if best.measurement is not None or not each.is_on_threads
         for name in each.placement.used_devices
     ]
     known = "measured" if best.measurement is not None else "predicted"

@@ -246,6 +246,9 @@ def test_where_no_op_can_be_placed_the_verdict_says_where_to_leave_the_model() -
     assert worth_running([unplaced("core:0", 1.5)], PAIR) == [0]
     predicted = replace(unplaced("core:0", 1.5), measurement=None)
     assert choose([predicted]) is predicted
+    on_threads = replace(unplaced("core:0-1", 1.5), measurement=None)
+    verdict = result_of([predicted, on_threads]).verdict
+    assert verdict == "Leave the model unplaced, on core:0."
 
 
 def test_where_nothing_can_run_the_error_has_the_nearest_reason() -> None:
