@@ -36,9 +36,7 @@ from benchmarks.gpu.workbench import (
     save_graphs,
 )
 from benchmarks.record import Record, quartiles
-from envs.costs.torch_speeds import copy_speed
 from envs.executors.torch.placed_module import PlacedModule
-from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import cuda_devices, torch_device
 from envs.measured import Failure
@@ -88,17 +86,10 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
         " -> ".join(link.between): {
             "latency_s": link.latency_s,
             "bytes_per_s": link.bandwidth_bytes_per_s,
+            "pinned_bytes_per_s": link.pinned_bandwidth_bytes_per_s,
         }
         for link in measured.links
     }
-    if cuda_devices():
-        fastest = min(device.bandwidth_bytes_per_s for device in measured.devices)
-        ends = torch_devices.CPU, torch_device(cluster.names[0])
-        pinned = copy_speed(*ends, fastest, pinned=True)
-        found["links"][f"cpu -> {cluster.names[0]}, pinned"] = {
-            "latency_s": pinned.latency_s,
-            "bytes_per_s": pinned.bandwidth_bytes_per_s,
-        }
 
 
 def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:

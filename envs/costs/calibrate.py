@@ -42,6 +42,8 @@ REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
 KEPT_IF: Final = "quiet"
 """Part of the cache key: files stored before measurements had to be quiet do not count."""
+PINNED_LINKS: Final = "pinned links"
+"""Part of the cache key: files stored before these copies were timed do not count."""
 BUSY_KEPT_S: Final = 3600.0
 """Validity of cached speeds that were measured while other processes used the cores."""
 
@@ -97,7 +99,7 @@ def torch_calibration(devices: Cluster) -> Calibration:
     """Return the calibration of torch devices: of these GPUs, whatever their numbers."""
     kinds = [device.kind for device in devices.devices]
     uuids = [uuid_of(torch_device(name)) for name in devices.names]
-    key = (*devices.names, *kinds, *uuids, *kernel_settings(), driver_version())
+    key = (*devices.names, *kinds, *uuids, *kernel_settings(), driver_version(), PINNED_LINKS)
     return Calibration(devices, "torch", key, measured_speeds)
 
 

@@ -211,15 +211,18 @@ def with_speeds(
     rates: Mapping[str, Mapping[str, Any]],
     links: Mapping[tuple[str, str], LinkSpeed],
     *,
+    pinned: Mapping[tuple[str, str], LinkSpeed] | None = None,
     one_way: bool = False,
     notes: str = "",
 ) -> Cluster:
     """Return the cluster with speeds measured today.
 
-    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends. With
-    ``one_way`` each direction is a link.
+    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends, and
+    ``pinned`` those with page-locked memory of the host, where known. With ``one_way`` each
+    direction is a link.
     """
     pairs = itertools.permutations if one_way else itertools.combinations
+    pinned_bytes_per_s = {ends: one.bandwidth_bytes_per_s for ends, one in (pinned or {}).items()}
     source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}{notes}"
     return replace(
         cluster,
@@ -229,6 +232,7 @@ def with_speeds(
                 between=(a.name, b.name),
                 sharing="pair",
                 one_way=one_way,
+                pinned_bandwidth_bytes_per_s=pinned_bytes_per_s.get((a.name, b.name), 0.0),
                 **links[a.name, b.name]._asdict(),
             )
             for a, b in pairs(cluster.devices, 2)
@@ -241,18 +245,21 @@ def measured_speeds(cluster: Cluster) -> Cluster:
 
     Devices of one kind are measured once, links for each ordered pair of devices: GPUs of one kind
     may be joined by NVLink, a switch or two processors. Links are one-way, since copies from and to
-    the host differ. A device needs 0.3 GB of free memory.
+    the host differ, as do copies with its page-locked memory. A device needs 0.3 GB of free memory.
     """
     first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
     rates = {kind: _rates(device) for kind, device in first_of.items()}
     copies: dict[tuple[str, str], LinkSpeed] = {}
+    pinned: dict[tuple[str, str], LinkSpeed] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
         fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
         ends = torch_device(a.name), torch_device(b.name)
         with timed_within_bounds("copies", *ends):
             copies[a.name, b.name] = copy_speed(*ends, fastest)
+            if {"cpu", "cuda"} == {end.type for end in ends}:
+                pinned[a.name, b.name] = copy_speed(*ends, fastest, pinned=True)
     precision = f", float32 matmul precision {matmul_precision()}"
-    return with_speeds(cluster, rates, copies, one_way=True, notes=precision)
+    return with_speeds(cluster, rates, copies, pinned=pinned, one_way=True, notes=precision)
 
 
 def launch_s(device: torch.device) -> float:
@@ -290,15 +297,15 @@ def copy_speed(
 ) -> LinkSpeed:
     """Measure latency and bandwidth of copies into fresh memory, as placed modules make them.
 
-    With ``pinned`` the tensor is in page-locked host memory and the copy is asynchronous. Between
-    accelerators many small copies in a row only show how fast they are issued: their latency is
-    that of :func:`hop_s`.
+    With ``pinned`` what is on the host is in page-locked memory and the copy is asynchronous, as
+    copies are that overlap with ops. Between accelerators many small copies in a row only show how
+    fast they are issued: their latency is that of :func:`hop_s`.
     """
     seconds = []
     for size in (SMALL_BYTES, LARGE_BYTES):
         tensor = torch.ones(size // 4)
-        tensor = tensor.pin_memory() if pinned else tensor.to(source)
-        copy = partial(tensor.to, destination, non_blocking=destination != CPU)
+        tensor = tensor.pin_memory() if pinned and source == CPU else tensor.to(source)
+        copy = partial(tensor.to, destination, non_blocking=pinned or destination != CPU)
         seconds.append(seconds_per_call(copy, [source, destination]))
     small_s, large_s = seconds
     speed = LinkSpeed.of(small_s, large_s, LARGE_BYTES - SMALL_BYTES, fastest_bytes_per_s)

@@ -77,7 +77,9 @@ LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
 _KEYS: Final = frozenset({"format", "name", "device", "link", "host", "transfers"})
 _TRANSFER_KEYS: Final = frozenset({"once_per_destination"})
-RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention", "overlap", "autograd"})
+RARE: Final = frozenset({"ports", "ingress", "pinned_bandwidth_bytes_per_s"}) | frozenset(
+    {"price_per_hour", "contention", "overlap", "autograd"}
+)
 """Keys that are only written where used: other readers of the format may not know them."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
 LONGEST_S: Final = 2e9
@@ -91,6 +93,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "latency_s": (0, LONGEST_S),
     "peak_flop_per_s": _RATE,
     "bandwidth_bytes_per_s": _RATE,
+    "pinned_bandwidth_bytes_per_s": (0, math.inf),
     "price_per_hour": (0, 1e9),
     "contention": (0, 1e9),
 }
@@ -152,6 +155,7 @@ class Link:
     one_way: bool = False
     ports: tuple[tuple[str, ...], ...] = ()
     ingress: bool = False
+    pinned_bandwidth_bytes_per_s: float = 0.0  # from or to page-locked memory; 0: not known
 
     def __post_init__(self) -> None:
         where = f"link between {', '.join(self.between) or 'nothing'}"
@@ -159,8 +163,8 @@ class Link:
             raise ValueError(f"{where}: name at least two different devices")
         if self.one_way and len(self.between) > 2:
             raise ValueError(f"{where}: a one-way link leads from one device to one other")
-        _check_range(self, "latency_s", where)
-        _check_range(self, "bandwidth_bytes_per_s", where)
+        for name in ("latency_s", "bandwidth_bytes_per_s", "pinned_bandwidth_bytes_per_s"):
+            _check_range(self, name, where)
         one_of(self.sharing, SHARINGS, f"{where}: sharing")
         one_of(self.order, LINK_ORDERS, f"{where}: order")
         self._check_ports(where)

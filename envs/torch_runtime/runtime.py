@@ -19,7 +19,7 @@ from envs.executors.device_workers.placed_step import PlacedStep
 from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.unplaced import UnplacedModel
-from envs.hardware.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.hardware.discover import present
 from envs.hardware.host import Host, is_synchronous
 from envs.hardware.torch_devices import torch_device
@@ -97,8 +97,9 @@ class TorchRuntime:
 
         Its hosts are the threads that issue ops: that of this process for all devices, or of a
         process for each. They overlap copies if this runtime does, and autograd issues their
-        backward pass; processes of their own for the devices always overlap them. The context of a
-        CUDA device is not reserved: it is already allocated when free memory is queried.
+        backward pass; processes of their own for the devices always overlap them. Copies that
+        overlap are as fast as with page-locked memory, where that is known. The context of a CUDA
+        device is not reserved: it is already allocated when free memory is queried.
         """
         devices = tuple(
             replace(device, memory_bytes=_without_reserve_bytes(device))
@@ -109,7 +110,8 @@ class TorchRuntime:
             replace(host, overlap=overlap, autograd=True)
             for host in self._with_threads(cluster).hosts
         )
-        return replace(cluster, devices=devices, hosts=hosts)
+        links = tuple(map(_with_pinned_speed, cluster.links)) if overlap else cluster.links
+        return replace(cluster, devices=devices, links=links, hosts=hosts)
 
     def _with_threads(self, cluster: Cluster) -> Cluster:
         """Return the cluster with the hosts that run it, whatever hosts its file has."""
@@ -194,6 +196,11 @@ def one_process_each(cluster: Cluster) -> bool:
     alone = {name for host in cluster.hosts if len(host.devices) == 1 for name in host.devices}
     has_gpu = any(name.startswith("cuda") for name in cluster.names)
     return has_gpu and len(cluster) > 1 and alone == {*cluster.names}
+
+
+def _with_pinned_speed(link: Link) -> Link:
+    bytes_per_s = link.pinned_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s
+    return replace(link, bandwidth_bytes_per_s=bytes_per_s, pinned_bandwidth_bytes_per_s=0.0)
 
 
 def _check_workers(extraction: Extraction, calls: CallGraph | None) -> None:

@@ -134,9 +134,22 @@ def test_a_result_on_such_a_cluster_is_measured_and_applied_so(cluster: Cluster)
         assert torch.isfinite(placed.step(*step.inputs))
 
 
-def test_copies_overlap_in_the_prediction(cluster: Cluster) -> None:
-    planned = runtime_for(extract(trained()), cluster).planned(cluster)
+def test_copies_overlap_in_the_prediction_at_the_speed_of_page_locked_memory(
+    cluster: Cluster,
+) -> None:
+    links = (
+        Link(between=("cuda:0", "cpu"), latency_s=1e-5, bandwidth_bytes_per_s=1e9),
+        Link(between=NAMES, latency_s=1e-6, bandwidth_bytes_per_s=1e9),
+    )
+    known = replace(links[0], pinned_bandwidth_bytes_per_s=3e9)
+    cluster, extraction = replace(cluster, links=(known, links[1])), extract(trained())
+    faster = replace(links[0], bandwidth_bytes_per_s=3e9)
+    planned = runtime_for(extraction, cluster).planned(cluster)
     assert all(host.overlap and host.autograd for host in planned.hosts)
+    assert planned.links == (faster, links[1])
+    one = replace(cluster, hosts=())
+    assert runtime_for(extraction, one, overlap=True).planned(one).links == (faster, links[1])
+    assert runtime_for(extraction, one).planned(one).links == (known, links[1])
 
 
 def test_what_processes_cannot_run_is_refused(cluster: Cluster) -> None:

@@ -103,6 +103,9 @@ class KeptFunctions:
         arguments = [*args, *kwargs.values()]
         if odd := [type(one).__name__ for one in arguments if not _is_plain(one)]:
             raise unkept_function(cls, f"takes a {odd[0]}")
+        if text := next(filter(_names_device, tree_leaves(arguments)), None):
+            # only a torch.device in a call is replaced by the device where the call is placed
+            raise unkept_function(cls, f"takes the device {text!r} as a text, not a torch.device")
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         before = [tensor._version for tensor in tensors]
         watch = _Watch(tensors)
@@ -216,6 +219,16 @@ def _is_plain(argument: Any) -> bool:
     if type(argument) in (tuple, list, torch.Size):
         return all(_is_plain(item) for item in argument)
     return isinstance(argument, (*PLAIN, torch.Tensor))
+
+
+def _names_device(argument: Any) -> bool:
+    if not isinstance(argument, str):
+        return False
+    try:
+        torch.device(argument)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_recordable(result: Any) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch
 from envs.costs import calibrate, torch_speeds
 from envs.costs.calibrate import torch_calibration
 from envs.costs.torch_speeds import HOPS, LinkSpeed, copy_speed, hop_s, measured_speeds
-from envs.hardware.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device, cluster_from_dict, cluster_to_toml
+from tests.fake_cuda import fake_cuda
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
@@ -27,9 +30,11 @@ def gpus(count: int) -> Cluster:
 def test_the_link_of_each_ordered_pair_of_equal_gpus_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def speed(source: torch.device, destination: torch.device, _: float) -> LinkSpeed:
+    def speed(
+        source: torch.device, destination: torch.device, _: float, *, pinned: bool = False
+    ) -> LinkSpeed:
         at = [-1 if end.index is None else end.index for end in (source, destination)]
-        return LinkSpeed(1e-5, 1e9 * (10 * (at[0] + 2) + at[1] + 2))
+        return LinkSpeed(1e-5, 1e9 * (100 * pinned + 10 * (at[0] + 2) + at[1] + 2))
 
     rates = {"launch_s": 1e-6, "peak_flop_per_s": 1e12, "bandwidth_bytes_per_s": 1e12}
     monkeypatch.setattr(torch_speeds, "torch_device", torch.device)
@@ -42,6 +47,33 @@ def test_the_link_of_each_ordered_pair_of_equal_gpus_is_measured(
         (a, b): 1e9 * (10 * number[a] + number[b])
         for a, b in itertools.permutations(cluster.names, 2)
     }
+    pinned = {link.between: link.pinned_bandwidth_bytes_per_s for link in cluster.links}
+    assert pinned == {
+        (a, b): 0.0 if "cpu" not in (a, b) else 1e9 * (100 + 10 * number[a] + number[b])
+        for a, b in itertools.permutations(cluster.names, 2)
+    }
+    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copies_with_the_host_are_timed_from_and_to_memory_of_one_kind(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    copies: list[tuple[bool, bool]] = []
+
+    def seconds(copy: Any, _: Sequence[torch.device]) -> float:
+        source, made = copy.func.__self__, copy()
+        copies.append((source.is_pinned(), made.is_pinned()))
+        return 1e-5
+
+    monkeypatch.setattr(torch_speeds, "seconds_per_call", seconds)
+    with fake_cuda():
+        copy_speed(CPU, gpu, 1e9, pinned=pinned)
+        assert copies == [(pinned, False)] * 2
+        copies.clear()
+        copy_speed(gpu, CPU, 1e9, pinned=pinned)
+        assert copies == [(False, pinned)] * 2
 
 
 def test_speeds_are_kept_for_these_very_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             between=between,
             latency_s=draw(TIMES),
             bandwidth_bytes_per_s=draw(BANDWIDTHS),
+            pinned_bandwidth_bytes_per_s=draw(st.just(0.0) | BANDWIDTHS),
             sharing=sharing,
             full_duplex=full_duplex,
             order=draw(st.sampled_from(LINK_ORDERS)),
@@ -141,7 +142,7 @@ def test_optional_keys_have_defaults() -> None:
     assert cluster.price_per_hour == 0.0
     assert cluster.links[0].sharing == "egress"
     text = cluster_to_toml(replace(cluster, once_per_destination=False))
-    assert not {"ports", "ingress", "price_per_hour"} & {
+    assert not {"ports", "ingress", "pinned_bandwidth_bytes_per_s", "price_per_hour"} & {
         line.split(" ")[0] for line in text.splitlines()
     }
     assert not cluster_from_dict(tomllib.loads(text)).once_per_destination
@@ -278,7 +279,9 @@ def test_numbers_of_devices_and_links_beyond_their_ranges_are_refused(key: str) 
     for value in (np.nextafter(low, -math.inf), -math.inf, math.nan, 2 * high):
         if not (low <= value <= high) and not (key == "peak_flop_per_s" and math.isnan(value)):
             with pytest.raises(ValueError, match=f"{key} is .*{low:g} .. "):
-                Link(**link | {key: value}) if key in link else Device(**device | {key: value})
+                Link(**link | {key: value}) if hasattr(Link, key) else Device(
+                    **device | {key: value}
+                )
 
 
 def test_clusters_of_too_many_devices_are_refused() -> None:

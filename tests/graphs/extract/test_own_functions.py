@@ -15,7 +15,16 @@ from torch.autograd.function import Function
 from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.export.functions import OwnFunction
 from tests.helpers import one_process
-from tests.helpers.own_functions import STEPS, ClampedRoot, Noisy, Reversed, X, own_step, root
+from tests.helpers.own_functions import (
+    STEPS,
+    ClampedRoot,
+    Noisy,
+    Reversed,
+    Summed,
+    X,
+    own_step,
+    root,
+)
 from tests.helpers.placed_steps import by_calls
 from tests.helpers.trained_alike import assert_trains_alike
 
@@ -157,6 +166,13 @@ class Weighted(Function):
         return doubled
 
 
+def test_texts_that_name_no_device_are_arguments_like_others() -> None:
+    tags = ["mean", "cpus", "cuda 0", ""]
+    extraction = exported(lambda m, x: Tagged.apply(m.first(x), tags))  # type: ignore[no-untyped-call]
+    assert own_calls(extraction) == [":Tagged"]
+    one_process.assert_runs_as_eager(extraction, exact=True)
+
+
 def test_a_function_may_make_constants_of_its_own() -> None:
     extraction = exported(lambda m, x: Weighted.apply(m.first(x)))  # type: ignore[no-untyped-call]
     one_process.assert_runs_as_eager(extraction, exact=True)
@@ -195,6 +211,18 @@ class Listed(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
         return 3 * gradient
+
+
+class Tagged(Function):
+    """Takes texts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tags: list[str]) -> Tensor:
+        return x.sin() if tags[0] == "mean" else x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 3 * gradient, None
 
 
 class Either(Function):
@@ -281,6 +309,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "list": (
         lambda m, x: Listed.apply(m.first(x))[0],  # type: ignore[no-untyped-call]
         "returns something else than tensors",
+    ),
+    "device as a text": (
+        lambda m, x: Summed.apply(m.first(x), [x, m.second(x)], str(x.device)),  # type: ignore[no-untyped-call]
+        "takes the device 'cpu' as a text",
+    ),
+    "device in a list": (
+        lambda m, x: Tagged.apply(m.first(x), ["mean", "cuda:0"]),  # type: ignore[no-untyped-call]
+        "takes the device 'cuda:0' as a text",
     ),
     "in place in backward": (counting, "writes into its inputs in its backward pass"),
     "hook on a gradient": (hooked, r"by a hook .*Tensor\.register_hook"),

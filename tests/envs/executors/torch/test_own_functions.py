@@ -18,12 +18,16 @@ import placer
 from envs.costs.calls import profile_calls
 from envs.costs.ops import node_signatures
 from envs.executors.device_workers.placed_step import PlacedStep
+from envs.executors.hooks.hooked_module import HookedModule
 from envs.executors.unplaced import UnplacedModel
-from envs.hardware.discover import discover
+from envs.hardware.discover import discover, present
+from envs.placement import Placement
+from envs.torch_runtime import TorchRuntime
 from graphs.extract import ExtractionError, extract
 from graphs.extract.placeable import call_graph
+from graphs.graph import GraphArrays
 from tests.fake_cuda.sharing import FakeSharing
-from tests.helpers.own_functions import STEPS, own_step
+from tests.helpers.own_functions import STEPS, Summed, own_step
 from tests.helpers.placed_steps import by_calls, on_cores, random_devices, two_cores
 from tests.helpers.second_devices import DEVICES, VDEV, opened_device
 from tests.helpers.trained_alike import assert_close, assert_trains_alike, on_cpu, with_optimizer
@@ -41,6 +45,22 @@ def test_random_placements_train_as_the_model_does(name: str, kind: str) -> None
             step = replace(extraction, step=copy.deepcopy(plain))
             placed = by_calls(step, ["cpu", device], seed)
             assert_trains_alike(plain, placed, steps=2)
+
+
+def test_a_device_as_a_text_is_that_of_the_module_that_gives_it() -> None:
+    def where_it_is(m: Any, x: torch.Tensor) -> Any:
+        return Summed.apply(m.first(x), [x, m.second(x)], str(x.device))  # type: ignore[no-untyped-call]
+
+    extraction = extract(own_step(where_it_is), needs="calls")
+    plain = copy.deepcopy(extraction.step)
+    with opened_device("fake cuda 0") as device:
+        runtime = TorchRuntime(extraction, present([str(device)]))
+        graph = GraphArrays.from_graph(runtime.graph)
+        zeros = np.zeros(len(graph))
+        placement = Placement.of(graph, present([str(device)]), zeros.astype(np.int32), zeros)
+        placed = runtime.apply(placement)
+        assert isinstance(placed, HookedModule)
+        assert_trains_alike(plain, placed, steps=2)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by dynamo
