@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves
 
 from tests.fake_cuda import cuda_module
 from tests.fake_cuda.copies import Copier, Moved
@@ -27,6 +26,7 @@ from tests.fake_cuda.tensors import (
     is_plain,
     settle,
 )
+from tests.fake_cuda.trees import leaves
 from tests.helpers.vdev import TRANSFERS
 
 PLENTY_BYTES: Final = 1 << 40
@@ -55,7 +55,7 @@ class Machine:
         self.current = [self.queues.new_stream(device) for device in self.devices]
         self.default = list(self.current)
         self.index = 0
-        self.transfers = TRANSFERS
+        self.transfers: Any = TRANSFERS  # gets (source, destination, bytes)
         self.transfers.clear()
         self._pinned: dict[int, torch.UntypedStorage] = {}  # held: their addresses stay theirs
         self.locked: list[range] = []  # addresses of memory that is page-locked as a whole
@@ -93,7 +93,7 @@ class Machine:
         if not devices:  # in the backward pass, before it is known where
             return self._anywhere(call)
         [device] = devices
-        settle(tree_leaves((args, kwargs)), lambda place: self._settle(place, device))
+        settle(leaves((args, kwargs)), lambda place: self._settle(place, device))
         stream = self.stream_of(device)
         if call.needs_values:
             stream.synchronize()
@@ -118,8 +118,7 @@ class Machine:
 
     def _anywhere(self, call: Call) -> Any:
         """Compute at once what is on the CPU, for all that is known."""
-        leaves = tree_leaves((call.args, call.kwargs))
-        if not any(is_plain(leaf) and leaf.dim() for leaf in leaves):
+        if not any(is_plain(t) and t.dim() for t in leaves((call.args, call.kwargs))):
             return call.expect(lambda tensor: Place(bytes_of(tensor), None, None))[0]
         found = call.at_once(lambda tensor: tensor.expected)
         if not call.func._schema.is_mutable:
