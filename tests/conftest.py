@@ -155,7 +155,8 @@ def second_device(
 ) -> Iterator[None]:
     """Provide a second torch device, quick measurements, and a cache that is kept for one test.
 
-    It is vdev, for tests marked ``gpu`` a GPU, or what a test gives with ``indirect=True``.
+    It is a fake ``cuda:0``, for tests marked ``gpu`` a real one, or what a test gives with
+    ``indirect=True``.
     """
     from envs.costs import torch_speeds
     from envs.torch_runtime import executor, runtime
@@ -168,7 +169,10 @@ def second_device(
     monkeypatch.setattr(executor, "MOST_WARM_UP", 1)
     monkeypatch.setattr(runtime, "DEFAULT_ROUNDS", FEWEST_ROUNDS)
     is_real = request.node.get_closest_marker("gpu") is not None
-    with opened_device(getattr(request, "param", "cuda" if is_real else VDEV)):
+    if not is_real:
+        monkeypatch.setattr(runtime, "LIBRARY_BYTES", 0)  # fake CUDA has no libraries
+    kind = getattr(request, "param", "cuda" if is_real else FAKE)
+    with opened_device(kind, request.node.name):
         yield
 
 

@@ -32,7 +32,7 @@ from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
 CORE = f"core:{min(os.sched_getaffinity(0))}"
-pytestmark = pytest.mark.usefixtures("second_device")
+ON_TWO_DEVICES = pytest.mark.usefixtures("second_device")
 
 
 class Loop(nn.Module):
@@ -78,6 +78,7 @@ def assert_applied(
     return placed
 
 
+@ON_TWO_DEVICES
 def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) -> None:
     model, inputs = looped()
     alone = copy.deepcopy(model)
@@ -86,9 +87,9 @@ def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) 
         inputs,
         loss=tiny_models.squared,
         extractor="modules",
-        devices="vdev:0,cpu",
+        devices="cuda:0,cpu",
         constraints=placer.Constraints(
-            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"head": "vdev:0"}
+            memory={"cuda:0": "100kB", "cpu": 1 << 30}, pins={"head": "cuda:0"}
         ),
         search=placer.SearchConfig(budget="100e", policy=None),
         progress=False,
@@ -103,11 +104,12 @@ def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) 
         TRANSFERS.clear()
         placed = assert_applied(own, placement, inputs, "modules")
         assert TRANSFERS
-        assert placed.get_submodule("head").weight.device.type == "vdev"
+        assert placed.get_submodule("head").weight.device.type == "cuda"
         placed.close()
         assert {p.device.type for p in own.parameters()} == {"cpu"}
 
 
+@ON_TWO_DEVICES
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_loop_over_a_gpu_and_the_cpu_is_trained_as_the_model_is() -> None:
@@ -120,6 +122,7 @@ def test_a_loop_over_a_gpu_and_the_cpu_is_trained_as_the_model_is() -> None:
     assert {p.device.type for p in placed.parameters()} == {"cpu"}
 
 
+@ON_TWO_DEVICES
 @pytest.mark.parametrize("extractor", ["auto", "modules"])
 def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_model(
     extractor: str,
@@ -146,10 +149,11 @@ def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_mode
     assert all("module by module" in source for source in found.cost_source.values())
 
 
-@pytest.mark.parametrize("names", [["cpu"], ["vdev:0", "cpu"], [CORE]])
+@pytest.mark.parametrize("names", [["cpu"], ["cuda:0", "cpu"], [CORE]])
 def test_all_devices_fall_back_to_the_modules_of_a_model_that_reads_values(
-    names: list[str],
+    names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("envs.runtime.is_here", lambda _: True)
     model, inputs = looped()
     extraction = extraction_for(Workload.of(model, inputs, tiny_models.squared), names)
     assert extraction.extractor == "modules"
@@ -180,6 +184,7 @@ def test_everything_that_a_module_does_itself_is_on_one_device() -> None:
         modules.devices_of_calls(["cpu"])
 
 
+@ON_TWO_DEVICES
 def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,7 +192,7 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
     extraction = extract(Workload.of(model, inputs, tiny_models.squared), "modules")
 
     def cramped(device: torch.device, extraction: Extraction) -> NDArray[np.float64]:
-        if device.type == "vdev":
+        if device.type == "cuda":
             raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
         return profile_modules_on(device, extraction)
 
@@ -199,6 +204,6 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
     costs = torch_module_costs(extraction, Cluster(name="rated", devices=tuple(rated)))
     for device in rated:
         known = costs[device.kind]
-        expected = "roofline" if device.name.startswith("vdev") else "module by module"
+        expected = "roofline" if device.name.startswith("cuda") else "module by module"
         assert all(expected in source for source in known.sources)
         assert np.isfinite(known.cost_s).all()  # without costs a module could not be placed there

@@ -246,8 +246,8 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
         IDS[0],
         backend="measured",
         workload=Workload.of(model, (torch.randn(500, 8), torch.randn(500, 4)), F.mse_loss),
-        cluster="vdev:0,cpu",
-        memory={"vdev:0": 1 << 30, "cpu": 1 << 20},  # weights fit, activations do not
+        cluster="cuda:0,cpu",
+        memory={"cuda:0": 1 << 30, "cpu": 1 << 20},  # weights fit, activations do not
         rounds=1,
     )
     reward, info, _ = played(made, lambda: 1)

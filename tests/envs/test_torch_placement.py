@@ -22,12 +22,11 @@ from envs.measured import Measured
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.runtime import runtime_for
-from envs.torch_runtime import runtime
 from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.cli.main import main
 from tests.helpers.clusters import MEMORY, pair
-from tests.helpers.second_devices import DEVICES, second
+from tests.helpers.second_devices import DEVICES, VDEV, second
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
@@ -39,15 +38,19 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 def test_the_second_device_is_measured_like_any_other() -> None:
     found = torch_speeds.measured_speeds(pair())
-    assert [device.kind for device in found.devices] == ["vdev", f"cpu*{torch.get_num_threads()}"]
+    assert [device.kind for device in found.devices] == [
+        "cuda:fake",
+        f"cpu*{torch.get_num_threads()}",
+    ]
     for device in found.devices:
         assert device.memory_bytes == 1 << 30
-    assert [link.between for link in found.links] == [("vdev:0", "cpu"), ("cpu", "vdev:0")]
+    assert [link.between for link in found.links] == [("cuda:0", "cpu"), ("cpu", "cuda:0")]
     assert all(link.one_way for link in found.links)
     sent = {(source.type, destination.type) for source, destination, _ in TRANSFERS}
-    assert sent == {("vdev", "cpu"), ("cpu", "vdev")}
+    assert sent == {("cuda", "cpu"), ("cpu", "cuda")}
 
 
+@pytest.mark.parametrize("second_device", [VDEV], indirect=True)
 def test_a_device_that_hides_its_memory_must_be_given_some() -> None:
     with pytest.raises(ValueError, match="vdev:0 does not report its memory"):
         discover("vdev:0,cpu")
@@ -91,9 +94,8 @@ def assert_runs_alike(
 
 @pytest.mark.parametrize("second_device", DEVICES[:2], indirect=True)
 def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(runtime, "LIBRARY_BYTES", 0)  # fake CUDA has no libraries
     there = str(second())
     model, tokens = build()
     alone = copy.deepcopy(model)
@@ -131,13 +133,13 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(
 def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
     extractor: str,
 ) -> None:
-    device = torch.device("vdev", 0)
+    device = torch.device("cuda", 0)
     model, tokens = build()
     model.left[2].weight = model.left[0].weight  # tied
     step = Workload.of(model, tokens)
     expected = GraphArrays.from_graph(extract(step, extractor).graph).hash
     model.left.to(device)
-    model.left[2].weight = model.left[0].weight  # torch unties them on the fake device
+    model.left[2].weight = model.left[0].weight  # moving may untie them
     before = {name: id(tensor) for name, tensor in step.named_state().items()}
     for given in (step, Workload.of(model, tokens.to(device))):
         found = extract(given, extractor)
@@ -162,8 +164,8 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
     found = placer.optimize(
         model,
         tokens,
-        devices="vdev:0,cpu",
-        constraints=placer.Constraints(memory=MEMORY, pins={"left": "vdev:0", "right": "cpu"}),
+        devices="cuda:0,cpu",
+        constraints=placer.Constraints(memory=MEMORY, pins={"left": "cuda:0", "right": "cpu"}),
         search=placer.SearchConfig(budget="20e", policy=None, overlap=True),
         progress=False,
     )
@@ -175,7 +177,7 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
 @pytest.mark.parametrize(
     ("extractor", "devices", "message"),
     [
-        ("modules", "vdev:0,cpu", "graph of modules"),
+        ("modules", "cuda:0,cpu", "graph of modules"),
         ("export", f"core:{min(os.sched_getaffinity(0))}", "pinned cores"),
     ],
 )
@@ -202,27 +204,27 @@ def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path
         return placer.optimize(
             model,
             tokens,
-            devices="vdev:0,cpu",
+            devices="cuda:0,cpu",
             search=placer.SearchConfig(budget="50e", policy=None),
             constraints=placer.Constraints(memory=MEMORY, pins=pins),
             progress=False,
         )
 
     other = tmp_path / "other.json"
-    place(left="cpu", right="vdev:0", table="cpu").save(other)
-    first = place(left="vdev:0", right="cpu")
+    place(left="cpu", right="cuda:0", table="cpu").save(other)
+    first = place(left="cuda:0", right="cpu")
     assert placer.apply(model, first)(tokens).item() == pytest.approx(alone, abs=1e-6)
-    assert model.left[0].weight.device.type == "vdev"
-    second = place(left="cpu", right="vdev:0")
-    assert model.left[0].weight.device.type == "vdev", "optimize leaves the model alone"
+    assert model.left[0].weight.device.type == "cuda"
+    second = place(left="cpu", right="cuda:0")
+    assert model.left[0].weight.device.type == "cuda", "optimize leaves the model alone"
     for placement in (second, other):
         placed = placer.apply(model, placement, tokens)
         assert placed(tokens).item() == pytest.approx(alone, abs=1e-6)
         assert model.left[0].weight.device.type == "cpu"
-        assert model.right[0].weight.device.type == "vdev"
+        assert model.right[0].weight.device.type == "cuda"
     exported = placer.export(other, "device-map", model, tokens, main_device="cpu")
     assert exported.content["left"] == "cpu"
-    assert exported.content["right.0"] == "vdev:0"
+    assert exported.content["right.0"] == 0
 
 
 @pytest.mark.gpu
@@ -273,8 +275,8 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
             cpu_clock_s=nothing,
             failure="no room",
             overfull=True,
-            peak_memory_bytes={"vdev:0": peak_bytes},
-            reserved_memory_bytes={"vdev:0": reserved_bytes, "another": 1},
+            peak_memory_bytes={"cuda:0": peak_bytes},
+            reserved_memory_bytes={"cuda:0": reserved_bytes, "another": 1},
         )
         return [
             StepResult.of_measurement(full, {}) if len(set(p.devices)) > 1 else one
@@ -286,9 +288,9 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
     found = placer.optimize(
         model,
         tokens,
-        devices="vdev:0,cpu",
+        devices="cuda:0,cpu",
         constraints=placer.Constraints(
-            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0", "table": "cpu"}
+            memory={"cuda:0": "100kB", "cpu": 1 << 30}, pins={"left": "cuda:0", "table": "cpu"}
         ),
         budget="100e",
         progress=False,
@@ -296,7 +298,7 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
     assert planned == [92_000, smaller_bytes]
     assert not found.best.failure
     assert found.best.measurement is not None
-    assert found.devices_of("left").keys() == {"vdev:0"}
+    assert found.devices_of("left").keys() == {"cuda:0"}
     assert any("failed: no room" in remark for remark in found.remarks)
 
 
@@ -317,12 +319,12 @@ def test_the_command_takes_devices_of_torch_and_limits(
     (tmp_path / "model.py").write_text(TARGET)
     out = tmp_path / "placement.json"
     arguments = [f"{tmp_path / 'model.py'}:build", "--budget", "100e", "--out", str(out), "--json"]
-    limits = ["--devices", "vdev:0,cpu", "--memory", "vdev:0=16KiB,cpu=1GiB"]
+    limits = ["--devices", "cuda:0,cpu", "--memory", "cuda:0=16KiB,cpu=1GiB"]
     assert main(["optimize", *arguments, *limits]) == 0
     written = json.loads(out.read_text())
-    assert set(written["devices"].values()) <= {"vdev:0", "cpu"}
+    assert set(written["devices"].values()) <= {"cuda:0", "cpu"}
     assert json.loads(capsys.readouterr().out)["measured"] is not None
-    assert main(["optimize", *arguments, "--devices", "vdev:0", "--memory", "cpu=1GB"]) == 2
+    assert main(["optimize", *arguments, "--devices", "cuda:0", "--memory", "cpu=1GB"]) == 2
     assert "memory of cpu is limited" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["optimize", *arguments, "--memory", "vdev:0=much"])
+        main(["optimize", *arguments, "--memory", "cuda:0=much"])

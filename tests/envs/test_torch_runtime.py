@@ -36,6 +36,7 @@ from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from tests.helpers import tiny_models
 from tests.helpers.clusters import MEMORY, equal_costs, linked
+from tests.helpers.second_devices import FAKE, opened_device
 from tests.helpers.vdev import TRANSFERS
 
 torch.set_num_threads(1)
@@ -47,13 +48,12 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 @pytest.fixture(scope="module")
 def small() -> tuple[Workload, Problem, list[Placement]]:
-    """Return a problem with made-up costs, placed on vdev, alternating by group, and on the CPU."""
-    if torch.cuda.is_available():
-        pytest.skip("vdev would take CUDA's place")
+    """Return a problem with made-up costs, placed on cuda:0, alternating by group, and on cpu."""
     step = tiny_models.conv_net()
     extraction = extract(step)
     calls = call_graph(extraction)
-    problem = equal_costs(calls.graph)
+    with opened_device(FAKE):
+        problem = equal_costs(calls.graph)
     index = np.arange(problem.op_count)
     group = problem.graph.group
     alternating = np.where(group >= 0, group % 2, 0)
@@ -85,7 +85,7 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
         for one in measurements(backend.evaluate(placements)):
             assert one.ok, one.failure
             assert one.wall_s.shape == (2,)
-    assert any(source.type == "vdev" for source, _, _ in TRANSFERS)
+    assert any(source.type == "cuda" for source, _, _ in TRANSFERS)
     tiny_models.assert_same(tiny_models.state_of(step), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
@@ -99,7 +99,7 @@ def test_the_rounds_are_few_where_their_time_is_over(small: Small) -> None:
     assert [len(each.wall_s) for each in runs] == 3 * [FEWEST_ROUNDS]
 
 
-@pytest.mark.parametrize(("index", "name"), [(0, "vdev:0"), (2, "cpu")])
+@pytest.mark.parametrize(("index", "name"), [(0, "cuda:0"), (2, "cpu")])
 def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
     index: int, name: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         return forward(module, *inputs, **keywords)
 
     monkeypatch.setattr(PlacedModule, "forward", cramped)
-    monkeypatch.setattr(TorchExecutor, "_peaks", lambda *_: {name: 7})  # vdev counts nothing
+    monkeypatch.setattr(TorchExecutor, "_peaks", lambda *_: {name: 7})  # the CPU counts nothing
     with opened(small) as backend:
         others = backend.evaluate(small[2])
     full = others.pop(index)
@@ -125,7 +125,7 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
     assert full.peak_memory_bytes == {name: 7}, "what was measured, not what was predicted"
     for one in others:
         assert one.feasible, one.why
-        assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+        assert one.peak_memory_bytes.keys() == {"cuda:0", "cpu"}
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, IndexError])
@@ -214,13 +214,13 @@ def test_what_was_on_a_device_before_is_no_part_of_a_peak(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def at(device: torch.device, size: int) -> int:
-        return size if device.type == "vdev" else 0
+        return size if device.type == "cuda" else 0
 
     monkeypatch.setattr(torch_devices, "held_bytes", lambda device: at(device, 100))
     monkeypatch.setattr(torch_devices, "peak_bytes", lambda device: at(device, 107) or None)
     with opened(small) as backend:
         (seen,) = measurements(backend.evaluate(small[2][:1]))
-    assert seen.peak_memory_bytes == {"vdev:0": 7}
+    assert seen.peak_memory_bytes == {"cuda:0": 7}
 
 
 def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
@@ -231,7 +231,7 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
     move = StateDevices._move
 
     def cramped(devices: StateDevices, state: State, tensor: Tensor, home: torch.device) -> Tensor:
-        if home.type == "vdev" and len(moved) == 2:
+        if home.type == "cuda" and len(moved) == 2:
             raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
         moved.append(home)
         return move(devices, state, tensor, home)
@@ -310,8 +310,8 @@ def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None
         step.inputs,
         loss=step.loss,
         extractor=extractor,
-        devices="vdev:0,cpu",
-        constraints=placer.Constraints(memory=MEMORY, pins={"0": "vdev:0", "2": "cpu"}),
+        devices="cuda:0,cpu",
+        constraints=placer.Constraints(memory=MEMORY, pins={"0": "cuda:0", "2": "cpu"}),
         search=placer.SearchConfig(budget="5e", policy=None),
         progress=False,
     )
@@ -319,7 +319,7 @@ def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None
     assert found.best.measurement.ok, found.best.measurement.failure
     assert not normed.weight.is_leaf
     with placer.apply(step.model, found) as placed:
-        assert placed.get_submodule("0").weight_v.device.type == "vdev"
+        assert placed.get_submodule("0").weight_v.device.type == "cuda"
 
 
 class Growing(nn.Module):

@@ -81,7 +81,7 @@ def test_the_unplaced_model_is_run_in_turns_with_placements(
         trained = {name: t for name, t in on_devices.items() if t.requires_grad}
         expected = {name: before[name] for name in trained}
         torch.testing.assert_close(on_cpu(trained), expected, rtol=0, atol=0)
-    assert turns.count("vdev") >= 6
+    assert turns.count("cuda") >= 6
     assert turns.count("cpu") >= 6
     tiny_models.assert_same(tiny_models.state_of(step), before)
     assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
@@ -104,7 +104,7 @@ def test_an_unplaced_model_that_runs_out_of_memory_fails_and_the_placements_go_o
     assert full.measurement is not None
     assert full.measurement.overfull
     assert "512.00 MiB (predicted: " in full.why
-    assert "GB on vdev:0" in full.why
+    assert "GB on cuda:0" in full.why
     assert fine.feasible, fine.why
 
 
@@ -145,7 +145,7 @@ def workload(optimizer: str | None = None) -> Workload:
 def job_of(step: Workload, **pins: str) -> Job:
     constraints = Constraints(memory=MEMORY, pins=pins)
     search = SearchConfig(budget="20e", policy=None)
-    return Job.of(step, "vdev:0,cpu", search=search, constraints=constraints)
+    return Job.of(step, "cuda:0,cpu", search=search, constraints=constraints)
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, unplaced_s: float, placed_s: float) -> None:
@@ -165,7 +165,7 @@ def takes(monkeypatch: pytest.MonkeyPatch, unplaced_s: float, placed_s: float) -
 def found(step: Workload, **options: Any) -> placer.Result:
     return placer.optimize(
         step,
-        "vdev:0,cpu",
+        "cuda:0,cpu",
         search=SearchConfig(budget="20e", policy=None),
         constraints=Constraints(memory=MEMORY),
         progress=False,
@@ -178,7 +178,7 @@ def found(step: Workload, **options: Any) -> placer.Result:
     [
         (1e-3, 1e-3, "faster by more than noise: "),
         (1e-3, 1.2e-3, "It is 1.20x faster than the fastest placement"),
-        (1.2e-3, 1e-3, "1.20x faster than the unplaced model on vdev:0"),
+        (1.2e-3, 1e-3, "1.20x faster than the unplaced model on cuda:0"),
     ],
 )
 def test_the_unplaced_model_wins_unless_a_placement_is_faster(
@@ -190,7 +190,7 @@ def test_the_unplaced_model_wins_unless_a_placement_is_faster(
     assert result.placement.unplaced is result.best.is_unplaced is (unplaced_s <= placed_s)
     assert ("leave the model unplaced" in result.verdict) is result.best.is_unplaced
     assert result.unplaced is not None
-    assert result.unplaced.placement.used_devices == ("vdev:0",)
+    assert result.unplaced.placement.used_devices == ("cuda:0",)
     assert result.placement.measured is not None
     assert result.placement.measured["unplaced_wall_median_s"] == unplaced_s
 
@@ -211,7 +211,7 @@ def test_a_model_left_unplaced_computes_on_its_device_what_it_computes(
             own.model, placement, step.inputs, loss=step.loss, optimizer=step.optimizer
         ) as placed:
             assert isinstance(placed, UnplacedModel)
-            assert {p.device.type for p in placed.parameters()} == {"vdev"}
+            assert {p.device.type for p in placed.parameters()} == {"cuda"}
             assert TRANSFERS
             assert_steps_alike(placed, plain)
 
@@ -253,17 +253,17 @@ def test_commands_read_that_a_model_is_left_unplaced(
 ) -> None:
     (tmp_path / "model.py").write_text(TARGET)
     target, path = f"{tmp_path / 'model.py'}:build", str(tmp_path / "placement.json")
-    memory = ["--memory", "vdev:0=1GiB,cpu=1GiB"]
+    memory = ["--memory", "cuda:0=1GiB,cpu=1GiB"]
     with monkeypatch.context() as patch:
         takes(patch, 1e-3, 2e-3)
-        where = ["--devices", "vdev:0,cpu", *memory, "--budget", "20e"]
+        where = ["--devices", "cuda:0,cpu", *memory, "--budget", "20e"]
         assert main(["optimize", target, *where, "--out", path, "--json"]) == 0
     assert "leave the model unplaced" in json.loads(capsys.readouterr().out)["verdict"]
     assert json.loads(Path(path).read_text())["unplaced"] is True
     assert main(["show", path]) == 0
     assert "left unplaced" in capsys.readouterr().out
     page = ["--html", str(tmp_path / "page.html"), "--target", target]
-    assert main(["show", path, *page, *memory[:1], "vdev:0=1GiB", "--json"]) == 0
+    assert main(["show", path, *page, *memory[:1], "cuda:0=1GiB", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert "leave the model unplaced" in shown["verdict"]
     ran: list[str] = []
@@ -274,10 +274,10 @@ def test_commands_read_that_a_model_is_left_unplaced(
         return step(model, *batch, **keywords)
 
     monkeypatch.setattr(UnplacedModel, "step", seen)
-    for devices in ([*memory[:1], "vdev:0=1GiB"], ["--devices", "cpu,vdev:0", *memory]):
+    for devices in ([*memory[:1], "cuda:0=1GiB"], ["--devices", "cpu,cuda:0", *memory]):
         assert main(["evaluate", target, "--placement", path, *devices, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["feasible"]
-        assert set(ran) == {"vdev"}
+        assert set(ran) == {"cuda"}
         ran.clear()
 
 

@@ -77,6 +77,9 @@ class CudaModule:
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return self._machine.capabilities[self._machine.device(device).index]
 
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return including_emulation
+
     # --- streams
 
     def Stream(self, device: Any = None, priority: int = 0) -> streams.Stream:  # noqa: N802  # torch's
@@ -203,6 +206,18 @@ def _as_class(name: str, make: Callable[..., Any]) -> type:
     return type(name, (), {"__new__": new})
 
 
+def _grouped(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
+    """Group parallel lists of tensors by device and dtype; to torch's C++ all are the CPU's."""
+    groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
+    for index, tensor in enumerate(lists[0]):
+        key = (tensor.device, tensor.dtype)
+        kept, indices = groups.setdefault(key, ([[] for _ in lists], []))
+        for own, given in zip(kept, lists, strict=True):
+            own.extend(given[index : index + 1])
+        indices += [index] if with_indices else []
+    return groups
+
+
 def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     """Replace the functions of ``torch.cuda``."""
     module = CudaModule(machine)
@@ -211,6 +226,7 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
             made = getattr(module, name)
             patch.setattr(torch.cuda, name, _as_class(name, made) if name in CLASSES else made)
     patch.setattr(torch.cuda, "_sleep", module._sleep)
+    patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
     patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
     for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
         if hasattr(torch._C, name):  # torch was built with CUDA

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves
 
 from tests.fake_cuda import cuda_module
 from tests.fake_cuda.copies import Copier, Moved
@@ -27,6 +26,7 @@ from tests.fake_cuda.tensors import (
     is_plain,
     settle,
 )
+from tests.fake_cuda.trees import leaves
 from tests.helpers.vdev import TRANSFERS
 
 PLENTY_BYTES: Final = 1 << 40
@@ -58,7 +58,7 @@ class Machine:
         self.names = ["fake" for _ in self.devices]
         self.capabilities = [(7, 0) for _ in self.devices]  # too old for kernels that the CPU lacks
         self.refuses_kernels: dict[torch.device, str] = {}  # with these errors
-        self.transfers = TRANSFERS
+        self.transfers: Any = TRANSFERS  # gets (source, destination, bytes)
         self.transfers.clear()
         self._pinned: dict[int, torch.UntypedStorage] = {}  # held: their addresses stay theirs
         self.locked: list[range] = []  # addresses of memory that is page-locked as a whole
@@ -98,7 +98,7 @@ class Machine:
         [device] = devices
         if device in self.refuses_kernels and not call.only_looks:
             raise torch.AcceleratorError(f"CUDA error: {self.refuses_kernels[device]}\nCompile it")
-        settle(tree_leaves((args, kwargs)), lambda place: self._settle(place, device))
+        settle(leaves((args, kwargs)), lambda place: self._settle(place, device))
         stream = self.stream_of(device)
         if call.needs_values:
             stream.synchronize()
@@ -123,8 +123,7 @@ class Machine:
 
     def _anywhere(self, call: Call) -> Any:
         """Compute at once what is on the CPU, for all that is known."""
-        leaves = tree_leaves((call.args, call.kwargs))
-        if not any(is_plain(leaf) and leaf.dim() for leaf in leaves):
+        if not any(is_plain(t) and t.dim() for t in leaves((call.args, call.kwargs))):
             return call.expect(lambda tensor: Place(bytes_of(tensor), None, None))[0]
         found = call.at_once(lambda tensor: tensor.expected)
         if not call.func._schema.is_mutable:

@@ -6,20 +6,38 @@ Making a tensor on a device is so a copy from the host, for which nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.fake_cuda.machine import Machine
 from tests.fake_cuda.tensors import CPU, CudaTensor
+from tests.fake_cuda.trees import leaves, mapped
 
 NAMES_DEVICE_FIRST: Final = ("to", "cuda")
 MAKES_DEVICES: Final = ("device", "_parse_to")
+
+
+@contextlib.contextmanager
+def _autocast_of_cuda() -> Iterator[None]:
+    """Let autocast treat tensors, which are the CPU's to torch's C++, as it would on CUDA."""
+    is_on, before = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    if not is_on and not before:
+        yield
+        return
+    dtype = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cpu", is_on)
+    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+        torch.set_autocast_dtype("cpu", dtype)
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -34,7 +52,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, CudaTensor) for tensor in tensors):
             return self.machine.run(func, args, kwargs)
         named = kwargs.get("device")
@@ -77,14 +95,14 @@ class FunctionMode(TorchFunctionMode):
             return special(*args, **kwargs)
         device, args, kwargs = self._without_device(name, args, kwargs)
         pins = kwargs.pop("pin_memory", False)
-        leaves = tree_leaves((args, kwargs))
-        used = {leaf.place.device for leaf in leaves if isinstance(leaf, CudaTensor)}
+        given = leaves((args, kwargs))
+        used = {leaf.place.device for leaf in given if isinstance(leaf, CudaTensor)}
         if device is None or (device == CPU and not used):
             found = self._call(func, args, kwargs, used)
             return self.machine.pin(found) if pins else found
         wants_gradient = not used and kwargs.pop("requires_grad", False)
         non_blocking = kwargs.pop("non_blocking", False)
-        is_new = name.endswith("_like") or not any(isinstance(leaf, Tensor) for leaf in leaves)
+        is_new = name.endswith("_like") or not any(isinstance(leaf, Tensor) for leaf in given)
         made = self._call(func, args, kwargs, used)
         moved = self.machine.sent(made, device, non_blocking=non_blocking or is_new)
         return moved.requires_grad_() if wants_gradient else moved
@@ -94,7 +112,8 @@ class FunctionMode(TorchFunctionMode):
         FunctionMode.inside = next(iter(used - {None}), None)
         FunctionMode.calls += 1
         try:
-            return func(*args, **kwargs)
+            with contextlib.nullcontext() if FunctionMode.inside is None else _autocast_of_cuda():
+                return func(*args, **kwargs)
         finally:
             FunctionMode.calls -= 1
             FunctionMode.inside = before
@@ -122,7 +141,7 @@ class FunctionMode(TorchFunctionMode):
             named.append(CPU)
         if name == "cuda":
             named.append(self.machine.device(*args[1:2]))
-        args, kwargs = tree_map(taken, args), tree_map(taken, kwargs)
+        args, kwargs = mapped(taken, args), mapped(taken, kwargs)
         return (named[0] if named else None), args, kwargs
 
     def during_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ computed at once, and get their device from the first op that they share with on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any, Final
@@ -18,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.fake_cuda.memory import Block
+from tests.fake_cuda.trees import leaves, mapped
 from tests.helpers.vdev import ON_CPU
 
 CPU: Final = torch.device("cpu")
@@ -86,6 +87,14 @@ class CudaTensor(Tensor):
         if self.place.block is not None:  # not memory of another process
             self.place.block.record(stream)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made: Tensor | None = memo.get(id(self))
+        if made is None:
+            made = self.detach().clone().requires_grad_(self.requires_grad)
+            made._is_param = getattr(self, "_is_param", False)  # of parameters
+            memo[id(self)] = made
+        return made
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # nothing may wait here
         return f"<{tuple(self.shape)} of {self.dtype} on {self.device}>"
 
@@ -112,7 +121,7 @@ def devices_of(func: Any, args: Any, kwargs: Any) -> set[torch.device]:
     Raises:
         RuntimeError: a tensor of the CPU is mixed with one of a device.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     found = {t.place.device for t in tensors if isinstance(t, CudaTensor) and t.place.device}
     others = {CPU for t in tensors if not isinstance(t, CudaTensor) and t.dim()}
     if others and func.overloadpacket.__name__ in TAKES_INDICES:
@@ -138,10 +147,7 @@ class Call:
 
     @property
     def needs_values(self) -> bool:
-        """Whether the host needs values: for a number, or for the shape of a result."""
-        returns = {str(value.type) for value in self.func._schema.returns}
-        shaped_by_values = torch.Tag.dynamic_output_shape in self.func.tags
-        return shaped_by_values or bool(returns & {"number", "bool", "int", "float"})
+        return _needs_values(self.func)
 
     def at_once(self, values: Callable[[CudaTensor], Tensor]) -> Any:
         """Compute on these values of each tensor."""
@@ -150,7 +156,7 @@ class Call:
             return values(leaf) if isinstance(leaf, CudaTensor) else leaf
 
         with torch.no_grad():
-            return self.kernel(*tree_map(valued, self.args), **tree_map(valued, self.kwargs))
+            return self.kernel(*mapped(valued, self.args), **mapped(valued, self.kwargs))
 
     def expect(self, new_place: Callable[[Tensor], Place]) -> tuple[Any, list[CudaTensor]]:
         """Return the results, without values yet, and those of them that are not views.
@@ -159,20 +165,22 @@ class Call:
         """
         places = {
             storage_of(leaf.expected): leaf.place
-            for leaf in tree_leaves((self.args, self.kwargs))
+            for leaf in leaves((self.args, self.kwargs))
             if isinstance(leaf, CudaTensor)
         }
-        leaves, structure = tree_flatten(self.at_once(lambda tensor: tensor.expected))
         made: list[CudaTensor] = []
-        for i, leaf in enumerate(leaves):
+
+        def placed(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                continue
+                return leaf
             known = places.get(storage_of(leaf))
             place = known or places.setdefault(storage_of(leaf), new_place(leaf))
-            leaves[i] = CudaTensor(leaf, place)
+            tensor = CudaTensor(leaf, place)
             if known is None:
-                made.append(leaves[i])
-        wrapped = tree_unflatten(leaves, structure)
+                made.append(tensor)
+            return tensor
+
+        wrapped = mapped(placed, self.at_once(lambda tensor: tensor.expected))
         result = return_and_correct_aliasing(  # type: ignore[no-untyped-call]  # torch leaves it so
             self.func, self.args, self.kwargs, wrapped
         )
@@ -187,19 +195,27 @@ class Call:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf  # as the host has it now
 
         kernel = self.kernel  # not self, which keeps the tensors from being freed
-        args, kwargs = tree_map(held, self.args), tree_map(held, self.kwargs)
+        args, kwargs = mapped(held, self.args), mapped(held, self.kwargs)
         targets = [tensor.elements for tensor in made]
-        storages = {storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        storages = {storage_of(t) for t in leaves((args, kwargs)) if isinstance(t, Tensor)}
 
         def work() -> None:
             with _random_numbers(random_state):
                 results = kernel(*args, **kwargs)
-            new = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+            new = [t for t in leaves(results) if isinstance(t, Tensor)]
             new = [t for t in new if storage_of(t) not in storages]
             for target, result in zip(targets, new, strict=True):
                 target.copy_(result)
 
         return work
+
+
+@functools.cache
+def _needs_values(func: Any) -> bool:
+    """Return whether the host needs values: for a number, or for the shape of a result."""
+    returns = {str(value.type) for value in func._schema.returns}
+    shaped_by_values = torch.Tag.dynamic_output_shape in func.tags
+    return shaped_by_values or bool(returns & {"number", "bool", "int", "float"})
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -61,6 +61,36 @@ def test_a_model_on_a_fake_device_trains_as_on_the_cpu(machine: Machine) -> None
     assert machine.allocators[0].allocated_bytes > 0
 
 
+def test_a_deep_copy_has_its_own_memory_and_the_same_ties(machine: Machine) -> None:
+    first, second = (nn.Linear(4, 4).to(FIRST) for _ in range(2))
+    second.weight = first.weight
+    twin, other = copy.deepcopy([first, second])
+    assert isinstance(twin.weight, nn.Parameter)
+    assert other.weight is twin.weight is not first.weight
+    before = first.weight.cpu()
+    with torch.no_grad():
+        first.weight.zero_()
+    assert twin.weight.device == FIRST
+    assert torch.equal(twin.weight.cpu(), before)
+
+
+@pytest.mark.parametrize("lower", [CPU, FIRST], ids=str)
+def test_autocast_is_that_of_the_device(lower: torch.device) -> None:
+    with fake_cuda(1):
+        linear = nn.Linear(4, 4)
+        for device in (CPU, FIRST):
+            own = copy.deepcopy(linear).to(device)
+            x = torch.randn(3, 4, device=device)
+            with torch.autocast(lower.type, torch.bfloat16):
+                made = own(x)
+                total = made.sum()
+            assert made.dtype is (torch.bfloat16 if device == lower else torch.float32)
+            torch.autograd.backward(total)
+            assert own.weight.grad is not None
+            assert own.weight.grad.dtype is torch.float32
+            assert own.weight.grad.device == device
+
+
 def test_gradients_cross_devices(machine: Machine) -> None:
     here = torch.arange(6.0).view(2, 3).requires_grad_()
     there = (here * 2).to(FIRST)

@@ -50,7 +50,7 @@ def nodes(
     )
 
 
-MEMORY = {"vdev:0": 1 << 30, "cpu": 1 << 30}
+MEMORY = {"cuda:0": 1 << 30, "cpu": 1 << 30}
 
 
 def pair(memory: dict[str, int] | None = None) -> Cluster:

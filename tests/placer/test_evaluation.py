@@ -128,8 +128,8 @@ def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere() -> None:
 
 @pytest.mark.usefixtures("second_device")
 def test_a_device_map_is_measured_and_predicted() -> None:
-    cluster = discover("vdev:0,cpu", {"vdev:0": 1 << 30, "cpu": 1 << 30})
-    workload, devices = layers(), {"0": "vdev:0", "2": "cpu"}
+    cluster = discover("cuda:0,cpu", {"cuda:0": 1 << 30, "cpu": 1 << 30})
+    workload, devices = layers(), {"0": "cuda:0", "2": "cpu"}
     before = tiny_models.state_of(workload)
     evaluation = placer.evaluate(devices, workload, cluster, backend="measured", progress=False)
     assert evaluation.measurement is not None
@@ -141,7 +141,7 @@ def test_a_device_map_is_measured_and_predicted() -> None:
     assert content["rounds"] == len(evaluation.measurement.wall_s)
     assert content["predicted"]["step_s"] == evaluation.predicted.step_s
     [remark] = content["remarks"]
-    assert "2 would be computed on vdev:0" in remark
+    assert "2 would be computed on cuda:0" in remark
     tiny_models.assert_same(tiny_models.state_of(workload), before)
 
 
@@ -164,8 +164,8 @@ def test_the_host_is_held_to_its_memory_limit() -> None:
     workload = layers()
 
     def run(device: str, memory: str) -> Evaluation:
-        limits = {"vdev:0": "1GiB", "cpu": memory}
-        job = evaluation_job({"": device}, workload, "vdev:0,cpu", memory=limits)
+        limits = {"cuda:0": "1GiB", "cpu": memory}
+        job = evaluation_job({"": device}, workload, "cuda:0,cpu", memory=limits)
         return evaluate_job(job, "measured", Silent())
 
     refused = run("cpu", "100B")
@@ -173,7 +173,7 @@ def test_the_host_is_held_to_its_memory_limit() -> None:
     assert not refused.feasible
     assert "but has 100 B" in refused.why
     assert run("cpu", "1MB").feasible
-    assert run("vdev:0", "100B").feasible
+    assert run("cuda:0", "100B").feasible
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="devices of this machine are cores")

@@ -22,11 +22,11 @@ from graphs.extract import extract
 from graphs.graph_file import save_graph
 from graphs.synthetic.families import FAMILIES, draw
 from placer.cli.main import main
+from tests.fake_cuda import fake_cuda
 from tests.helpers.folders import ROOT
 from tests.helpers.in_turn import in_turn
 from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import TRAINING
-from tests.helpers.vdev import vdev
 
 torch.set_num_threads(1)
 
@@ -94,7 +94,7 @@ def loss_curve(model: str) -> list[float]:
     """Train a model by SGD, with its ops randomly placed on two torch devices."""
     torch.manual_seed(0)
     extraction = extract(TRAINING[model]())
-    step, devices = extraction.step, [torch.device("cpu"), torch.device("vdev", 0)]
+    step, devices = extraction.step, [torch.device("cpu"), torch.device("cuda", 0)]
     placed = PlacedModule(extraction, random_devices(extraction, devices, seed=1))
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.05, momentum=0.9)
     losses = []
@@ -153,7 +153,7 @@ def test_a_placed_model_has_the_same_losses_as_before(model: str) -> None:
 if __name__ == "__main__":
     for case in CASES:
         golden(case).write_text(text(answers(case)))
-    with vdev():
+    with fake_cuda():
         curves = {model: loss_curve(model) for model in MODELS}
     golden("losses").write_text(json.dumps(curves, indent=1) + "\n")
 

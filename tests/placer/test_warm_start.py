@@ -212,26 +212,26 @@ def test_dispatch_model_treats_entries_of_tensors_as_reported() -> None:
             accelerate.dispatch_model(model, content, main_device="cpu")
         return {name: str(tensor.device) for name, tensor in model.state_dict().items()}
 
-    content = {"scale": "vdev:0", "shift": "cpu", "layer": "vdev:0"}
+    content = {"scale": "cuda:0", "shift": "cpu", "layer": "cuda:0"}
     assert devices(scaled(), content)["scale"] == "cpu"
     for module in ("inner", ""):
-        content = {"head": "vdev:0", module: "cpu", "inner.scale": "vdev:0"}
+        content = {"head": "cuda:0", module: "cpu", "inner.scale": "cuda:0"}
         assert devices(around(), content)["inner.scale"] == "cpu"
     loaded = around()
-    loaded.get_submodule("inner").scale = nn.Parameter(torch.ones(4, device="vdev:0"))
-    content = {"head": "cpu", "inner.layer": "cpu", "inner.scale": "vdev:0", "inner.shift": "cpu"}
-    assert devices(loaded, content)["inner.scale"] == "vdev:0"
-    with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+    loaded.get_submodule("inner").scale = nn.Parameter(torch.ones(4, device="cuda:0"))
+    content = {"head": "cpu", "inner.layer": "cpu", "inner.scale": "cuda:0", "inner.shift": "cpu"}
+    assert devices(loaded, content)["inner.scale"] == "cuda:0"
+    with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
         loaded(torch.randn(3, 4))
 
 
 @pytest.mark.usefixtures("second_device")
 def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
-    devices = {"0": "vdev:0", "2": "cpu"}
+    devices = {"0": "cuda:0", "2": "cpu"}
     result = placer.optimize(
         layers(),
-        devices="vdev:0,cpu",
-        constraints=placer.Constraints(memory={"vdev:0": 1 << 30, "cpu": 1 << 30}),
+        devices="cuda:0,cpu",
+        constraints=placer.Constraints(memory={"cuda:0": 1 << 30, "cpu": 1 << 30}),
         search=placer.SearchConfig(budget="50e", policy=None, start_from=devices),
         progress=False,
     )

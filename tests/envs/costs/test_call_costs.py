@@ -24,7 +24,7 @@ from envs.costs import cache, cached_costs, torch_speeds
 from envs.costs import calls as of_calls
 from envs.costs import modules as of_modules
 from envs.costs import torch_speeds as stopwatch
-from envs.costs.cached_costs import conditions_of, first_of_kinds
+from envs.costs.cached_costs import conditions_of, first_of_kinds, launch_kind
 from envs.costs.calibrate import torch_calibration
 from envs.costs.calls import call_costs, profile_calls
 from envs.costs.ops import node_signatures
@@ -47,6 +47,7 @@ from tests.helpers.clusters import linked, pair
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
+KIND = "cuda:fake"
 QUICK = {
     name: tiny_models.STEPS[name]
     for name in ("conv_net", "tied_weights", "norm_twice", "own_loss", "structured_output")
@@ -63,7 +64,7 @@ def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Workload]) -> 
     extraction = extract(step)
     calls = call_graph(extraction)
     costs_s = profile_calls(extraction, calls, pair().devices)
-    assert costs_s.keys() == {"vdev", f"cpu*{torch.get_num_threads()}"}
+    assert costs_s.keys() == {KIND, launch_kind(KIND), f"cpu*{torch.get_num_threads()}"}
     for cost_s in costs_s.values():
         assert cost_s.shape == (len(calls.graph),)
         assert np.isfinite(cost_s).all()
@@ -107,14 +108,14 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
     real = linear._op
 
     def full(*args: object, **kwargs: object) -> object:
-        if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "vdev":
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "cuda":
             raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
         return real(*args, **kwargs)
 
     monkeypatch.setattr(linear, "_op", full)
     costs_s = profile_calls(extraction, calls, pair().devices)
     names = list(calls.graph)
-    lacking = [names[i] for i in np.flatnonzero(np.isnan(costs_s["vdev"]))]
+    lacking = [names[i] for i in np.flatnonzero(np.isnan(costs_s[KIND]))]
     assert {name.rpartition(":")[2] for name in lacking} >= {"linear", "backward/linear"}
     graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "measured"))
     problem = Problem.of(GraphArrays.from_graph(graph), linked())
@@ -124,18 +125,19 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def most_held(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Run out of memory above ``most.room`` products of ``linear`` on vdev; ``most.seen`` lived."""
+    """Run out of memory above ``most.room`` products of ``linear`` on cuda:0 at a time."""
     most = SimpleNamespace(room=1 << 30, seen=0)
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    products: dict[int, weakref.ref[torch.Tensor]] = {}
     linear = torch.ops.aten.linear.default
     real = linear._op
 
     def counted(*args: object, **kwargs: object) -> object:
         made = real(*args, **kwargs)
-        if made.device.type == "vdev":
-            alive.add(made)
-            most.seen = max(most.seen, len(alive))
-            if len(alive) > most.room:
+        if made.device.type == "cuda":
+            products[id(made)] = weakref.ref(made)
+            alive = sum(product() is not None for product in products.values())
+            most.seen = max(most.seen, alive)
+            if alive > most.room:
                 raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
         return made
 
@@ -149,7 +151,7 @@ def _linear_costs(devices: tuple[Device, ...]) -> NDArray[np.float64]:
     extraction = extract(
         Workload.of(model, (torch.randn(64, 64), torch.randn(64, 64)), nn.MSELoss())
     )
-    return profile_calls(extraction, call_graph(extraction), devices)["vdev"]
+    return profile_calls(extraction, call_graph(extraction), devices)[KIND]
 
 
 def test_a_call_whose_repetitions_run_out_of_memory_is_timed_alone(
@@ -175,6 +177,22 @@ def test_repetitions_hold_at_most_half_of_the_free_memory(
     assert most_held.seen in (3, 4)
 
 
+def test_calls_are_timed_within_what_is_free_and_none_is_banned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = pair().devices
+    monkeypatch.setattr(of_calls, "calls_per_burst", lambda _: 50)
+    _linear_costs(devices)
+    plenty = torch.cuda.max_memory_allocated(0)
+    product_bytes = 64 * 64 * 4
+    limit = 20 * product_bytes
+    assert plenty > 2 * limit
+    with torch_devices.limited({torch.device("cuda", 0): limit}):
+        torch.cuda.reset_peak_memory_stats(0)
+        assert np.isfinite(_linear_costs(devices)).all()
+        assert 8 * product_bytes < torch.cuda.max_memory_allocated(0) < limit
+
+
 def test_costs_are_measured_in_all_free_memory_not_under_the_limit_of_the_placement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,7 +212,7 @@ def test_costs_are_measured_in_all_free_memory_not_under_the_limit_of_the_placem
         (of_calls, "_timed_update", "timing an update by sgd on cpu"),
         (of_modules, "profile_modules_on", "timing the modules of a step on cpu"),
         (torch_speeds, "launch_s", "timing launches, products and memory on cpu"),
-        (torch_speeds, "copy_speed", "timing copies from vdev:0 on cpu"),
+        (torch_speeds, "copy_speed", "timing copies from cuda:0 on cpu"),
     ],
 )
 def test_timing_that_hangs_ends_the_process_with_a_name(
@@ -270,11 +288,11 @@ def test_calls_that_do_not_fit_are_known_too_while_no_more_memory_is_free(
     step = Workload.of(nn.Linear(64, 64), (torch.randn(64, 64),) * 2, nn.MSELoss())
     extraction = extract(step)
     costs = call_costs(extraction, call_graph(extraction))
-    measured = costs.costs(devices)["vdev"].cost_s
+    measured = costs.costs(devices)[KIND].cost_s
     assert np.isnan(measured).any()
     known = costs.known(devices)
     assert known is not None
-    assert np.array_equal(np.isnan(known["vdev"].cost_s), np.isnan(measured))
+    assert np.array_equal(np.isnan(known[KIND].cost_s), np.isnan(measured))
     most_held.free = 2 << 20
     assert costs.known(devices) is None
 
@@ -342,21 +360,21 @@ def test_torch_devices_keep_room_for_gaps_between_tensors() -> None:
 
 def test_the_host_of_torch_devices_overlaps_copies_if_the_runtime_does() -> None:
     extraction, cluster = extract(tiny_models.conv_net()), pair()
-    assert [host.devices for host in cluster.hosts] == [("vdev:0", "cpu")]
+    assert [host.devices for host in cluster.hosts] == [("cuda:0", "cpu")]
     assert discover("cpu").hosts == discover("core:0,core:1").hosts == ()
     for overlap in (False, True):
         (host,) = TorchRuntime(extraction, cluster, overlap=overlap).planned(cluster).hosts
         assert host.overlap is overlap
 
 
-@pytest.mark.parametrize("groups", [(), (("vdev:0",),), (("vdev:0", "cpu"),)])
+@pytest.mark.parametrize("groups", [(), (("cuda:0",),), (("cuda:0", "cpu"),)])
 def test_devices_of_one_process_have_one_host_whatever_their_file_says(
     groups: tuple[tuple[str, ...], ...],
 ) -> None:
     cluster = replace(linked(), hosts=tuple(Host(devices=names) for names in groups))
     runtime = TorchRuntime(extract(tiny_models.conv_net()), cluster)
     (host,) = runtime.planned(cluster).hosts
-    assert host.devices == ("vdev:0", "cpu")
+    assert host.devices == ("cuda:0", "cpu")
     assert host.autograd
 
 

@@ -98,14 +98,14 @@ def test_a_hop_costs_what_alternating_devices_adds_to_a_chain(
         return 1e-6 * HOPS + 1.5e-5 * len(TRANSFERS)  # a copy takes 15 us to be through
 
     monkeypatch.setattr(torch_speeds, "seconds_per_call", seconds)
-    assert hop_s(torch.device("vdev", 0), CPU) == pytest.approx(1.5e-5)
+    assert hop_s(torch.device("cuda", 0), CPU) == pytest.approx(1.5e-5)
 
 
 @pytest.mark.usefixtures("second_device")
 def test_small_copies_between_accelerators_take_as_long_as_a_hop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    accelerator = torch.device("vdev", 0)
+    accelerator = torch.device("cuda", 0)
     monkeypatch.setattr(torch_speeds, "seconds_per_call", lambda *_: 3e-6)
     monkeypatch.setattr(torch_speeds, "hop_s", lambda *_: 2e-5)
     assert copy_speed(accelerator, accelerator, 1e9).latency_s == 2e-5

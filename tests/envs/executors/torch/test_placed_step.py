@@ -231,7 +231,7 @@ def test_updates_have_costs_and_memory_where_their_parameters_are() -> None:
         "7:optimizer/linear",
     }
     assert all(np.isfinite(cost_s).all() for cost_s in costs_s.values())
-    assert (costs_s["vdev"][updating] > 0).all(), "Python runs them there"
+    assert (costs_s["cuda:fake"][updating] > 0).all(), "they take time there"
     sizes = [p.nbytes for p in step.model.parameters()]
     assert sum(own["optimizer_bytes"] for own in data) == sum(2 * size + 4 for size in sizes)
     assert sum(own["gradient_bytes"] for own in data) == sum(sizes)
@@ -276,7 +276,7 @@ def test_measured_steps_do_all_their_work_and_change_nothing(
     assert first.ok, first.failure
     assert second.ok, second.failure
     assert {rate for _, rate, _ in updated} == {0.0}
-    by_type = [sum(n for kind, _, n in updated if kind == own) for own in ("vdev", "cpu")]
+    by_type = [sum(n for kind, _, n in updated if kind == own) for own in ("cuda", "cpu")]
     steps = [count / len(list(step.model.parameters())) for count in by_type]
     assert all(count.is_integer() and count >= 2 for count in steps), "whole steps on each device"
     tiny_models.assert_same(state_of(step), before)

@@ -21,30 +21,37 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 
 @pytest.mark.parametrize("option", ["foreach", "fused"])
-def test_scaled_and_clipped_steps_under_autocast_span_devices(option: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "scales"),
+    # between a GPU and the CPU torch's scaler reads copies that it has not waited for
+    [(("cpu", "cuda:0"), False), (("cuda:0", "cuda:1"), True)],
+)
+def test_scaled_and_clipped_steps_under_autocast_span_devices(
+    names: tuple[str, ...], scales: bool, option: str
+) -> None:
     extraction = extract(tiny_models.conv_net())
     plain = copy.deepcopy(extraction.step)
-    devices = random_devices(extraction, ["cpu", torch.device("vdev", 0)], 1)
+    devices = random_devices(extraction, names, 1)
     placed = PlacedModule(extraction, devices)
-    assert {own.device.type for own in placed.parameters()} == {"cpu", "vdev"}
+    assert {str(own.device) for own in placed.parameters()} == set(names)
     norms: list[float] = []
-    runs: list[tuple[nn.Module, Callable[[], Tensor]]] = [
-        (plain.model, lambda: forward(plain)),
-        (placed, lambda: placed(*plain.inputs)),
+    runs: list[tuple[nn.Module, str, Callable[[], Tensor]]] = [
+        (plain.model, "cpu", lambda: forward(plain)),
+        (placed, "cuda", lambda: placed(*plain.inputs)),
     ]
-    for module, run in runs:
+    for module, kind, run in runs:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, **{option: True})
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler = torch.amp.GradScaler(kind, init_scale=2.0**10, enabled=scales)
         for _ in range(2):
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16), torch.autocast("vdev", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
                 loss = run()
             torch.autograd.backward(scaler.scale(loss))
             scaler.unscale_(optimizer)
             norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
             scaler.step(optimizer)
             scaler.update()
-        assert scaler.get_scale() == 2.0**10
+        assert scaler.get_scale() == (2.0**10 if scales else 1.0)
     assert norms[:2] == pytest.approx(norms[2:], rel=1e-2)
     state = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
     assert_close(state, dict(plain.model.state_dict()), 1e-3)
