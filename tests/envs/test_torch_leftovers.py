@@ -128,17 +128,16 @@ def test_tensors_in_reference_cycles_are_gone_before_the_next_placement(
     assert alive == [False, False]
 
 
-def test_workspaces_and_page_locked_memory_are_released_with_cached_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workspaces_and_page_locked_memory_are_released_with_cached_memory() -> None:
     called: list[str] = []
-    for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
-        monkeypatch.setattr(torch._C, name, lambda name=name: called.append(name), raising=False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
-    torch_devices.release(torch.device("cuda", 0))
-    assert called == ["_cuda_clearCublasWorkspaces", "_host_emptyCache", "empty_cache"]
-    for name in called[:2]:
-        monkeypatch.delattr(torch._C, name)
-    torch_devices.release(torch.device("cuda", 0))
-    torch_devices.release(CPU)
-    assert len(called) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
+            patch.setattr(torch._C, name, lambda name=name: called.append(name), raising=False)
+        patch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
+        torch_devices.release(torch.device("cuda", 0))
+        assert called == ["_cuda_clearCublasWorkspaces", "_host_emptyCache", "empty_cache"]
+        for name in called[:2]:
+            patch.delattr(torch._C, name)
+        torch_devices.release(torch.device("cuda", 0))
+        torch_devices.release(CPU)
+        assert len(called) == 4

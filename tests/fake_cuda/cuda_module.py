@@ -228,9 +228,9 @@ def put_in_place(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "_sleep", module._sleep)
     patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
     patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
-    for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
-        if hasattr(torch._C, name):  # torch was built with CUDA
-            patch.setattr(torch._C, name, lambda: None)
+    # only in torch that was built with CUDA
+    patch.setattr(torch._C, "_host_emptyCache", machine.page_locked.empty_cache, raising=False)
+    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     # its streams and page-locked memory are those of the machine
     uncached = product_streams._stream.__wrapped__
     patch.setattr(product_streams, "_stream", functools.cache(uncached))

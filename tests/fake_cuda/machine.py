@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from tests.fake_cuda import cuda_module
 from tests.fake_cuda.copies import Copier, Moved
 from tests.fake_cuda.late_thread import LateThread
-from tests.fake_cuda.memory import GARBAGE, Allocator
+from tests.fake_cuda.memory import GARBAGE, Allocator, PageLocked
 from tests.fake_cuda.streams import Queues, Stream, plainly
 from tests.fake_cuda.tensors import (
     CPU,
@@ -60,7 +60,7 @@ class Machine:
         self.refuses_kernels: dict[torch.device, str] = {}  # with these errors
         self.transfers: Any = TRANSFERS  # gets (source, destination, bytes)
         self.transfers.clear()
-        self._pinned: dict[int, torch.UntypedStorage] = {}  # held: their addresses stay theirs
+        self.page_locked = PageLocked()
         self.locked: list[range] = []  # addresses of memory that is page-locked as a whole
         self._copier = Copier(
             self.stream_of, self.is_pinned, lambda *row: self.transfers.append(row)
@@ -194,15 +194,15 @@ class Machine:
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Count the memory of a tensor of the host as page-locked."""
-        storage = tensor.untyped_storage()
-        self._pinned[storage.data_ptr()] = storage
+        self.page_locked.add(tensor.untyped_storage())
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
         if isinstance(tensor, CudaTensor):
             return False
-        address = tensor.untyped_storage().data_ptr()
-        return address in self._pinned or any(address in part for part in self.locked)
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        return self.page_locked.holds(storage) or any(address in part for part in self.locked)
 
 
 @contextmanager

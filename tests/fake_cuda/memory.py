@@ -8,6 +8,8 @@ which are NaN as floats and -1 as signed integers.
 What is reserved beyond tensors is what was freed and is kept for the next tensor of that size. With
 ``segment_bytes`` tensors of up to half a segment are cut out of segments, as by torch's allocator:
 a segment with a tensor in it is reserved, and gaps in it may be too small for the next one.
+
+Page-locked memory of the host is counted, too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from functools import partial
 from typing import Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fake_cuda.streams import Mark, Queues, Stream, plainly
 
@@ -219,3 +222,46 @@ class Allocator:
             f"CUDA out of memory. Tried to allocate {size_bytes} bytes. {self._device} allows "
             f"{self.limit_bytes} bytes, of which {self.allocated_bytes} are allocated"
         )
+
+
+class PageLocked:
+    """Page-locked memory of the host, as torch's allocator for it keeps it.
+
+    Sizes are rounded up to powers of two, and what was freed is kept for tensors of its size.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[int, StorageWeakRef] = {}  # by address
+        self._sizes: dict[int, int] = {}
+        self._free: list[int] = []
+
+    @property
+    def bytes(self) -> int:
+        """What is page-locked, whether a tensor uses it or not."""
+        self._collect()
+        return sum(self._sizes.values()) + sum(self._free)
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a tensor as page-locked."""
+        self._collect()
+        size_bytes = 1 << max(storage.nbytes() - 1, 0).bit_length()
+        if size_bytes in self._free:
+            self._free.remove(size_bytes)
+        address = storage.data_ptr()
+        self._used[address] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._sizes[address] = size_bytes
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether memory is page-locked."""
+        self._collect()
+        return storage.data_ptr() in self._used
+
+    def empty_cache(self) -> None:
+        """Give back what no tensor uses."""
+        self._collect()
+        self._free.clear()
+
+    def _collect(self) -> None:
+        for address in [a for a, used in self._used.items() if used.expired()]:  # type: ignore[no-untyped-call]  # as above
+            del self._used[address]
+            self._free.append(self._sizes.pop(address))

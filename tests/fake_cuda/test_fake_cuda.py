@@ -293,6 +293,26 @@ def test_memory_is_counted_and_kept(machine: Machine) -> None:
     assert torch.cuda.memory_reserved(OTHER) == 0
 
 
+def test_page_locked_memory_is_counted_and_kept(machine: Machine) -> None:
+    kilo = 1 << 10
+    made = torch.empty(kilo - 100, dtype=torch.uint8, device=FIRST)
+    here = made.to("cpu", non_blocking=True)
+    assert machine.page_locked.bytes == kilo
+    made.to("cpu")
+    assert machine.page_locked.bytes == kilo, "this one is not page-locked"
+    view = here[5:]
+    del here
+    machine.page_locked.empty_cache()
+    assert machine.page_locked.bytes == kilo
+    torch.cuda.synchronize(FIRST)
+    del view
+    again = torch.empty(kilo).pin_memory()[:1]
+    assert again.is_pinned()
+    assert machine.page_locked.bytes == 5 * kilo
+    machine.page_locked.empty_cache()
+    assert machine.page_locked.bytes == 4 * kilo
+
+
 def test_memory_of_recorded_streams_comes_back_when_they_are_done() -> None:
     with fake_cuda(seed=0) as machine:
         side, made = side_stream(), torch.ones(1 << 10, device=FIRST)

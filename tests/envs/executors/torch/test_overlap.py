@@ -6,6 +6,7 @@ import copy
 import statistics
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,18 @@ from torch import Tensor, nn
 from envs.executors.torch.placed_module import PlacedModule
 from envs.executors.torch.staging import HostSender, Staging
 from envs.executors.torch.streams import arrived, sending
+from envs.hardware.host import STAGING_BYTES
+from envs.measured import TimedStep
+from envs.torch_runtime import TorchExecutor
 from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.late_thread import LateThread
 from tests.fake_cuda.machine import Machine, is_fake, machine
 from tests.fake_cuda.modes import DispatchMode, FunctionMode
+from tests.helpers.clusters import equal_costs
 from tests.helpers.extracted_steps import fresh
+from tests.helpers.on_torch_devices import alternating
 from tests.helpers.op_log import OpLog
 from tests.helpers.placed_steps import random_devices, random_order
 from tests.helpers.second_devices import DEVICES, FAKE, on_gpus, second
@@ -146,7 +153,32 @@ def test_staging_takes_any_dtype_and_no_more_memory_than_it_may(
         for shape in ((), (0, 3), (7,), (3, 50), (2000,)):
             given = torch.randint(2, shape).to(dtype)
             assert torch.equal(sent_by(sender, given).cpu(), given)
-        assert sum(storage.nbytes() for storage in machine._pinned.values()) == (1 << 10) + 8 * 64
+        assert machine.page_locked.bytes == (1 << 10) + 8 * 64
+
+
+def test_page_locked_memory_beyond_the_staging_buffers_is_given_back() -> None:
+    """Copies to the host lie in memory that torch keeps for the next; placements cut elsewhere."""
+    extraction = fresh("conv_net")
+    calls = call_graph(extraction)
+    with fake_cuda() as machine:
+        problem = equal_costs(calls.graph)
+        executor = TorchExecutor(extraction, calls, problem, overlap=True)
+        here = alternating(problem)
+        placements = [
+            here,
+            replace(here, devices=tuple(1 - device for device in here.devices)),
+            replace(here, devices=(*[0] * 8, *[1] * 8)),
+        ]
+        held_bytes = []
+        for placement in placements:
+            found = executor.run(placement)
+            assert isinstance(found, TimedStep), found
+            held_bytes.append(machine.page_locked.bytes)
+        executor.clear()
+        assert machine.page_locked.bytes == STAGING_BYTES  # nothing sent was small
+        assert len(set(held_bytes)) == 3
+        assert min(held_bytes) > STAGING_BYTES
+        executor.close()
 
 
 class OtherThread(ThreadPoolExecutor):
