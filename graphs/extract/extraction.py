@@ -23,14 +23,14 @@ from graphs.extract.dispatch import record
 from graphs.extract.eager import check_gradients, check_runs
 from graphs.extract.errors import first_line, sentences, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
-from graphs.extract.export.trace import trace, trace_forward
+from graphs.extract.export.trace import trace
 from graphs.extract.model_state import Constants, on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
 from graphs.extract.updates import with_optimizer
 from graphs.text import suggestion
-from graphs.workload import WRAPPED, ExtractionError, StepError, Workload
+from graphs.workload import ExtractionError, StepError, Workload
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 IN_OWN_CODE: Final = (
@@ -112,8 +112,9 @@ class Extraction:
     def forward(self) -> ForwardProgram:
         """The forward program that torch devices run; an ExtractionError if they cannot."""
         if self.forward_program is None:
+            reasons = [] if self.extractor == "modules" else self.fell_back
             raise ExtractionError(
-                sentences(self.no_calls, *(tried.reason for tried in self.fell_back)),
+                sentences(self.no_calls, *(tried.reason for tried in reasons)),
                 remedy="modules" if self.extractor == "dispatch" else None,
             )
         return self.forward_program
@@ -124,12 +125,12 @@ class Extraction:
         reasons = {
             "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what cuda:N "
             "and cpu can run is its graph of modules",
-            "modules": "its graph is of modules, which the model's own code runs",
+            "modules": "its graph is of modules; extractor export extracts calls, or says what in "
+            "the model to change",
         }
         return (
-            f"{type(self.step.model).__name__} has no forward pass of single calls, as "
-            "torch.export gives it and cuda:N and cpu run it: "
-            f"{self.no_forward or reasons[self.extractor]}"
+            f"{type(self.step.model).__name__} has no forward pass of single calls, which can be "
+            f"placed on cuda:N and cpu: {self.no_forward or reasons[self.extractor]}"
         )
 
     @property
@@ -184,19 +185,6 @@ def extract(step: Workload, extractor: str = "auto", *, needs: Needs = "nothing"
     check_step(step)
     with on_host(step) as here:
         return replace(_by_first(names, here, needs), step=step)
-
-
-def forward_alone(step: Workload) -> ForwardProgram:
-    """Return the exported forward pass of a step's model, without its loss.
-
-    A step that had to be recorded because of its loss has one; otherwise an ExtractionError says
-    what in the model prevents it. It is for device maps, which the model's own code runs: it may
-    compute something else than the model does in eager mode.
-    """
-    with on_host(step) as here:
-        return forward_program(
-            trace_forward(here), here.named_state(), prefix=WRAPPED, mutated=(), counted=()
-        )
 
 
 def check_step(step: Workload) -> None:

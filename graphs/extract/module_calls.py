@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from graphs.workload import LOSS, Workload
 
 Op = TypeVar("Op")
+OUTSIDE: Final = "loss"
+"""Kind of the call of the step's own code, outside of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ModuleCalls:
     def __init__(self, step: Workload) -> None:
         self._paths = module_paths(step)
         self._counts = WeakKeyDictionary[nn.Module, int]()  # hooks are on copies of models, too
-        self._outermost = ModuleCall("", -1, "loss", is_leaf=False)
+        self._outermost = ModuleCall("", -1, OUTSIDE, is_leaf=False)
         self._threads = threading.local()
 
     @contextlib.contextmanager

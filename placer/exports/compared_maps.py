@@ -19,7 +19,7 @@ from envs.placement import Placement
 from envs.problem import Problem, each_in_nanoseconds
 from graphs.extract import Extraction
 from placer.exports.device_map import as_written, device_map
-from placer.exports.dry_run import HOST, by_recorded, flow, main_device_of
+from placer.exports.dry_run import HOST, main_device_of, run_of, unchecked
 from placer.exports.format import StepPredictor
 from placer.exports.placed_modules import PlacedModules, around, canonical_paths, whole_modules
 
@@ -52,9 +52,6 @@ class MapPredictor:
         """Take the costs of a step's ops; ``written`` is {device of the problem: its name in maps}.
 
         ``host_links`` are the links to devices, as written, from the memory of the CPU beside them.
-
-        Raises:
-            ExtractionError: the forward pass of the model cannot be exported.
         """
         self._extraction = extraction
         self._host_links = dict(host_links or {})
@@ -71,9 +68,13 @@ class MapPredictor:
         }
         first = self._on_first[written[problem.cluster.names[0]]]
         self._placed = PlacedModules.of(extraction, first, renamed=self._written)
-        self._forward = self._placed.forward
         self._path_of = canonical_paths(self._placed.model)
         self._predictors: dict[str, StepPredictor] = {}
+
+    @property
+    def unchecked(self) -> str:
+        """Return what is not known about whether maps of several devices run, "" if all is."""
+        return unchecked(self._placed)
 
     def singles(self) -> dict[str, MapStep]:
         """Return the maps of one device each, by name."""
@@ -87,7 +88,7 @@ class MapPredictor:
             placement,
             renamed=self._written,
             predict_step=self._predictor(next(iter(self._on_first))).step,
-            known_forward=self._forward if self._placed.is_recorded else None,
+            known_forward=self._placed.forward,
         )
         return self.step(device_map(placed).content)
 
@@ -106,14 +107,12 @@ class MapPredictor:
         ordered = dict(first)
         if why := self._refusal(used - self._on_first.keys(), main):
             return MapStep(content=ordered, step_s=math.inf, why=why)
-        run = flow(self._forward, self._placed.forward_step, devices, main)
+        run = run_of(self._placed, devices, main)
         if run.conflict is not None and len(used) > 1:
             path = run.conflict.module
             code = f"{type(self._placed.model.get_submodule(path)).__name__}.forward"
             why = f"{run.conflict.op} in {code}{path and f' of {path}'} reads from several devices"
             return MapStep(content=ordered, step_s=math.inf, why=why)
-        if self._placed.is_recorded:
-            run = by_recorded(run, {op.call: op.module for op in self._placed.ops}, main)
         predictor = self._predictor(main)
         if HOST in used and main != HOST:
             predictor = self._offloading(devices, main)

@@ -14,7 +14,7 @@ from typing import Final
 import networkx as nx
 from torch import nn
 
-from placer.exports.dry_run import HOST, INPUTS, Conflict, Flow, by_recorded, flow, main_device_of
+from placer.exports.dry_run import HOST, INPUTS, Conflict, Flow, main_device_of, run_of, unchecked
 from placer.exports.format import FormatOutput, is_faster
 from placer.exports.placed_modules import (
     PlacedModules,
@@ -67,13 +67,14 @@ def device_map(placed: PlacedModules) -> FormatOutput:
                 'cpu and use dispatch_model(..., main_device="cpu"), or place without cpu'
             )
         remedy = ON_HOST if main_device == HOST else OFFLOADED
+    note = unchecked(placed) if len(used) > 1 else ""
     known = {name for name, _ in placed.model.named_modules()} | placed.model.state_dict().keys()
     return FormatOutput(
         content={name: as_written(device) for name, device in devices.items() if name in known},
         runs_on=run.devices,
         not_placed=run.of_loss,
         is_predictable=remedy != OFFLOADED,
-        remedy=remedy,
+        remedy="; ".join(filter(None, (note, remedy))),
     )
 
 
@@ -170,10 +171,7 @@ class MapUnits:
         merged = _merged(self.placed.model, devices)
         used = set(merged.values())
         fed = self.main_device if len(used) > 1 else next(iter(used))
-        run = flow(self.placed.forward, self.placed.forward_step, merged, fed)
-        if not self.placed.is_recorded:
-            return run
-        return by_recorded(run, {op.call: op.module for op in self.placed.ops}, fed)
+        return run_of(self.placed, merged, fed)
 
     def _joined(self) -> list[list[str]]:
         groups = [
@@ -205,8 +203,7 @@ class MapUnits:
         devices = self.devices()
         if len(set(devices.values())) == 1:
             return None
-        program, step = self.placed.forward, self.placed.forward_step
-        return flow(program, step, devices, self.main_device, self._gates).conflict
+        return run_of(self.placed, devices, self.main_device, self._gates).conflict
 
     def _resolve(self, conflict: Conflict) -> None:
         if conflict.module in self._gates:

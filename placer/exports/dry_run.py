@@ -15,8 +15,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from graphs.extract import Workload
+from graphs.extract.errors import shown_lines
 from graphs.extract.export.forward import ForwardCall, ForwardProgram
-from placer.exports.placed_modules import around, canonical_paths, is_inside, parent
+from placer.exports.placed_modules import (
+    PlacedModules,
+    around,
+    canonical_paths,
+    is_inside,
+    parent,
+)
 
 HOST: Final = "cpu"
 INPUTS: Final = "<inputs>"
@@ -146,12 +153,33 @@ def flow(
     return Flow(devices, frozenset(of_loss), conflict)
 
 
-def by_recorded(run: Flow, module_of: Mapping[str, str], main_device: str) -> Flow:
-    """Return the dry run of an exported forward pass for the ops of a recording of the same step.
+def run_of(
+    placed: PlacedModules,
+    device_of: Mapping[str, str],
+    main_device: str,
+    gates: Container[str] = (),
+) -> Flow:
+    """Dry-run a device map of a placed model; arguments are those of :func:`flow`.
 
-    ``module_of`` is {recorded op: its module}. An op is on the device of the call with its key, or
-    else of most calls in the same call of its module, in its module, or in the modules around it.
-    Ops outside of all modules without a call of their own are taken for those of the loss.
+    Ops that were not exported are where the forward pass of the model alone runs their modules. If
+    it is unknown, too, modules run where the map has them, and no conflict is found.
+    """
+    program, step = placed.forward.program, placed.forward_step
+    if program is not None:
+        run = flow(program, step, device_of, main_device, gates)
+        return run if placed.is_exported else by_module(run, placed, main_device)
+    runs_on = Hooks(step.model, device_of, main_device).runs_on
+    homes = {path: around(path, runs_on) for path, _ in step.model.named_modules()}
+    devices = {f"{path}:": main_device if h is None else runs_on[h] for path, h in homes.items()}
+    return by_module(Flow(devices, frozenset(), None), placed, main_device)
+
+
+def by_module(run: Flow, placed: PlacedModules, main_device: str) -> Flow:
+    """Return the dry run of the model alone for ops that are not its calls.
+
+    An op is on the device of the call with its key, or else of most calls in the same call of its
+    module, in its module, or in the modules around it. Ops outside of all modules are those of the
+    loss, unless they have a call of their own or are :attr:`PlacedModules.root_ops`.
     """
     found: dict[str, Counter[str]] = {}
     for call, device in run.devices.items():
@@ -160,19 +188,36 @@ def by_recorded(run: Flow, module_of: Mapping[str, str], main_device: str) -> Fl
             found.setdefault(name, Counter())[device] += 1
     devices: dict[str, str] = {}
     of_loss: set[str] = set()
-    for op, module in module_of.items():
+    root = placed.root_ops
+    for op, module in ((each.call, each.module) for each in placed.ops):
         around_it = [op.rpartition(":")[0], module]
         while around_it[-1]:
             around_it.append(parent(around_it[-1]))
-        known = next((found[name] for name in around_it if name in found and name), None)
+        known = next((found[n] for n in around_it if n in found and (n or op in root)), None)
         if op in run.devices:
             devices[op] = run.devices[op]
         elif known is not None:
             devices[op] = known.most_common(1)[0][0]
         else:
             devices[op] = main_device
-            of_loss.add(op)
+            if op not in root:
+                of_loss.add(op)
     return Flow(devices, frozenset(of_loss), run.conflict)
+
+
+def unchecked(placed: PlacedModules) -> str:
+    """Return what the dry run of a placed model cannot tell, "" if it holds for any data."""
+    if placed.forward.program is None:
+        return (
+            "functions between modules were not checked, since the model can be neither exported "
+            "nor recorded: each must read from modules on one device"
+        )
+    if not placed.forward.depends_on_data:
+        return ""
+    return (
+        "functions between modules were checked for the example inputs only, since the model reads "
+        f"values of tensors ({shown_lines(placed.forward.depends_on_data)})"
+    )
 
 
 def _sources(

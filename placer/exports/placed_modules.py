@@ -15,10 +15,10 @@ from envs.backend import StepResult
 from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload
-from graphs.extract.export.forward import ForwardProgram
-from graphs.extract.extraction import forward_alone, ties_of
-from graphs.extract.placeable import call_graph
+from graphs.extract.extraction import ties_of
+from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import PHASES, GraphArrays
+from placer.exports.model_alone import ModelPass, model_pass
 from placer.exports.renaming import check_of_torch, check_renamed
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
@@ -46,7 +46,7 @@ class PlacedModules:
     ``placed_on`` are all devices of the placement, before they were renamed. ``main_device`` is the
     device of the model's inputs, None if the format decides.
     ``predict_step`` predicts the step if calls run on {call: device}, None if costs are unknown.
-    ``known_forward`` is the exported forward pass of a recorded step, if it was exported before.
+    ``known_forward`` is the forward pass of a step without one, if it was traced before.
     """
 
     extraction: Extraction
@@ -55,7 +55,7 @@ class PlacedModules:
     main_device: str | None = None
     placed_on: tuple[str, ...] = ()
     predict_step: PredictStep | None = None
-    known_forward: ForwardProgram | None = None
+    known_forward: ModelPass | None = None
 
     @classmethod
     def of(
@@ -66,7 +66,7 @@ class PlacedModules:
         renamed: Mapping[str, str] | None = None,
         main_device: str | None = None,
         predict_step: PredictStep | None = None,
-        known_forward: ForwardProgram | None = None,
+        known_forward: ModelPass | None = None,
     ) -> PlacedModules:
         """Return a placement of ops (devices ``core:N``) or of calls by the model's modules."""
         names = dict(renamed or {})
@@ -112,22 +112,28 @@ class PlacedModules:
         """Return the placed model."""
         return self.step.model
 
-    @cached_property
-    def is_recorded(self) -> bool:
-        """Return whether the ops are those of a recording; their calls are not exported ones."""
-        return self.extraction.extractor == "dispatch"
+    @property
+    def is_exported(self) -> bool:
+        """Return whether the ops stem from exported calls; else they were recorded, or modules."""
+        return self.extraction.forward_program is not None
 
     @cached_property
-    def forward(self) -> ForwardProgram:
-        """Return the exported forward pass, of a recorded step that of the model alone."""
-        if not self.is_recorded:
-            return self.extraction.forward
-        return self.known_forward or forward_alone(self.step)
+    def forward(self) -> ModelPass:
+        """Return the forward pass; of a step that was not exported that of the model alone."""
+        if self.is_exported:
+            return ModelPass(program=self.extraction.forward)
+        return self.known_forward or model_pass(self.step)
 
-    @cached_property
+    @property
     def forward_step(self) -> Workload:
-        """Return the step whose forward pass was exported: that of a recording has no loss."""
-        return self.step.without_loss if self.is_recorded else self.step
+        """Return the step that the forward pass is of: without a loss if it was not exported."""
+        return self.step if self.is_exported else self.step.without_loss
+
+    @cached_property
+    def root_ops(self) -> frozenset[str]:
+        """Return the ops of a graph of modules that are the code of the model itself."""
+        units = zip(self.extraction.graph, self.extraction.units, strict=False)  # () if not modules
+        return frozenset(op for op, unit in units if not unit.call.path and unit.call.number >= 0)
 
     def check_torch_devices(self) -> None:
         """Check that torch has the devices of all forward ops."""
@@ -237,7 +243,8 @@ class PlacedModules:
         path_of = canonical_paths(self.model)
         modules = dict(self.model.named_modules())
         calls: dict[str, set[str]] = {}
-        for call in self.forward.calls:
+        program = self.forward.program
+        for call in program.calls if program is not None else ():
             module = path_of.get(call.module, call.module)
             calls.setdefault(module, set()).add(call.key.partition(":")[0])
         return frozenset(
@@ -352,6 +359,8 @@ def _forward_id(op_id: str, phase: int) -> str:
 
 
 def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
+    if extraction.extractor == "modules":
+        return GraphArrays.from_graph(module_map(extraction).graph)
     of_ops = GraphArrays.from_graph(extraction.graph)
     if extraction.forward_program is None or placement.graph == of_ops.hash:
         return of_ops

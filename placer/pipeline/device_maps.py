@@ -54,12 +54,14 @@ class PlannedMap(dict[str, int | str]):
         predicted_step_s: predicted step with this map.
         others: the maps that it was compared with under the same memory limits, {name: map with
             predicted step}: every single device, and those that accelerate makes itself.
+        unchecked: what is not known about whether this map runs, "" if all is.
     """
 
-    def __init__(self, chosen: MapStep, others: Mapping[str, MapStep]) -> None:
+    def __init__(self, chosen: MapStep, others: Mapping[str, MapStep], unchecked: str = "") -> None:
         super().__init__(chosen.content)
         self.predicted_step_s = chosen.step_s
         self.others = dict(others)
+        self.unchecked = unchecked if len(set(chosen.content.values())) > 1 else ""
 
     @property
     def accelerate_predicted_step_s(self) -> float | None:
@@ -77,16 +79,20 @@ class PlannedMap(dict[str, int | str]):
 
     @property
     def summary(self) -> str:
-        """Return the predicted steps as a sentence; ``others`` says why one is impossible."""
+        """Return predicted steps, and what was not checked, as a sentence.
+
+        ``others`` says why a step is impossible.
+        """
         steps_s = {
             "this map": self.predicted_step_s,
             **{name: own.step_s for name, own in self.others.items() if name in MADE_BY_BYTES},
             "best single device": self.single_device_predicted_step_s,
         }
-        return "predicted step: " + "; ".join(
+        texts = [
             f"{name} {milliseconds(step_s)} ms" if math.isfinite(step_s) else f"{name} impossible"
             for name, step_s in steps_s.items()
-        )
+        ]
+        return "predicted step: " + "; ".join([*texts, *filter(None, [self.unchecked])])
 
 
 def device_map(
@@ -129,7 +135,7 @@ def device_map(
         progress: show progress on stderr.
 
     Raises:
-        ExtractionError: the forward pass of the model cannot be exported.
+        ExtractionError: no extractor takes the model.
         ValueError: an argument is invalid, or there is no GPU and no other devices are given.
         OSError: a file cannot be read.
         PlacementError: the model fits on these devices with no device map.
@@ -181,7 +187,7 @@ def plan_map(
         # What does not fit can still be offloaded.
         if not any(math.isfinite(each.step_s) for each in others.values()):
             raise
-    return PlannedMap(_chosen(list(others.values()), nearest), others)
+    return PlannedMap(_chosen(list(others.values()), nearest), others, maps.unchecked)
 
 
 def _chosen(others: Sequence[MapStep], nearest: Sequence[MapStep]) -> MapStep:

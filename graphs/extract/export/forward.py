@@ -133,13 +133,13 @@ def forward_program(
     ``mutated`` state count as writers: the schema of batch_norm, for one, hides that it writes.
     Calls with the keys ``counted``, from which ops of the graph stem, are not free.
     """
-    reader = _Reader(exported, state, prefix)
+    reader = ForwardReader(exported, state, prefix)
     for node in exported.graph.nodes:
         reader.read(node)
     return reader.program(mutated, counted)
 
 
-class _Reader:
+class ForwardReader:
     """Collects values, sources and calls of an exported graph."""
 
     def __init__(
@@ -161,10 +161,11 @@ class _Reader:
         self.inputs = 0
 
     def read(self, node: fx.Node) -> None:
+        """Take a node, which follows those that it reads."""
         match node.op:
             case "placeholder":
                 if isinstance(example := node.meta.get("val"), torch.Tensor):
-                    self._source(node, "input", str(self.inputs), example)
+                    self.add_source(node, "input", str(self.inputs), example)
                 self.inputs += 1
             case "get_attr":
                 self._attribute(node)
@@ -202,7 +203,8 @@ class _Reader:
             results=self.results,
         )
 
-    def _source(self, node: fx.Node, role: Role, name: str, tensor: torch.Tensor) -> None:
+    def add_source(self, node: fx.Node, role: Role, name: str, tensor: torch.Tensor) -> None:
+        """Take a node as a tensor that exists before the step."""
         value = self._value(node, node.meta.get("val", tensor))
         constant = tensor.detach() if role == "constant" else None
         self.sources.append(Source(value, role, name, constant))
@@ -215,12 +217,12 @@ class _Reader:
             return
         name = unwrapped(path) if self.prefix == WRAPPED else path
         if name not in self.state:
-            self._source(node, "constant", path, attribute)
+            self.add_source(node, "constant", path, attribute)
         elif id(self.state[name]) in self.values_of_state:
             self.values[node] = self.values_of_state[id(self.state[name])]
         else:
             is_parameter = isinstance(self.state[name], torch.nn.Parameter)
-            self._source(node, "parameter" if is_parameter else "buffer", name, attribute)
+            self.add_source(node, "parameter" if is_parameter else "buffer", name, attribute)
             self.values_of_state[id(self.state[name])] = self.values[node]
 
     def _value(self, node: fx.Node, tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from envs.executors.cores.placed_model import PlacedModel
 from envs.hardware.discover import discover
 from graphs.extract import ExtractionError, StepError, Workload, extract
-from graphs.extract.extraction import forward_alone
+from placer.exports.model_alone import forward_alone
 from placer.messages.remarks import extraction_remarks
 from tests.helpers import checking_models, one_process
 from tests.helpers.checking_models import CHECKS, STEERING
