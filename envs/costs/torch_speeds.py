@@ -179,6 +179,8 @@ SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 16 << 20
 HOPS: Final = 40
 STREAM_BYTES: Final = 96 << 20  # exceeds the caches
+SHARED: Final = 1.5
+"""Time of two copies at once, over that of one, from which on they share a bus: 1 to 2."""
 LONG_PRODUCT_S: Final = 2e-3
 SMALLEST_MATRIX: Final = 256
 LARGEST_MATRIX: Final = 8192
@@ -211,18 +213,16 @@ def with_speeds(
     rates: Mapping[str, Mapping[str, Any]],
     links: Mapping[tuple[str, str], LinkSpeed],
     *,
-    pinned: Mapping[tuple[str, str], LinkSpeed] | None = None,
+    further: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
     one_way: bool = False,
     notes: str = "",
 ) -> Cluster:
     """Return the cluster with speeds measured today.
 
-    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends, and
-    ``pinned`` those with page-locked memory of the host, where known. With ``one_way`` each
-    direction is a link.
+    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends, ``further``
+    other fields of some. With ``one_way`` each direction is a link.
     """
     pairs = itertools.permutations if one_way else itertools.combinations
-    pinned_bytes_per_s = {ends: one.bandwidth_bytes_per_s for ends, one in (pinned or {}).items()}
     source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}{notes}"
     return replace(
         cluster,
@@ -230,10 +230,9 @@ def with_speeds(
         links=tuple(
             Link(
                 between=(a.name, b.name),
-                sharing="pair",
                 one_way=one_way,
-                pinned_bandwidth_bytes_per_s=pinned_bytes_per_s.get((a.name, b.name), 0.0),
                 **links[a.name, b.name]._asdict(),
+                **({"sharing": "pair"} | dict((further or {}).get((a.name, b.name), {}))),
             )
             for a, b in pairs(cluster.devices, 2)
         ),
@@ -250,16 +249,21 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
     rates = {kind: _rates(device) for kind, device in first_of.items()}
     copies: dict[tuple[str, str], LinkSpeed] = {}
-    pinned: dict[tuple[str, str], LinkSpeed] = {}
+    with_host: dict[tuple[str, str], dict[str, Any]] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
         fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
         ends = torch_device(a.name), torch_device(b.name)
         with timed_within_bounds("copies", *ends):
             copies[a.name, b.name] = copy_speed(*ends, fastest)
             if {"cpu", "cuda"} == {end.type for end in ends}:
-                pinned[a.name, b.name] = copy_speed(*ends, fastest, pinned=True)
+                pinned = copy_speed(*ends, fastest, pinned=True)
+                with_host[a.name, b.name] = {
+                    "pinned_bandwidth_bytes_per_s": pinned.bandwidth_bytes_per_s
+                }
+    for ends_of_link, bus in host_buses(list(with_host)).items():
+        with_host[ends_of_link] |= {"sharing": "bus", "bus": bus}
     precision = f", float32 matmul precision {matmul_precision()}"
-    return with_speeds(cluster, rates, copies, pinned=pinned, one_way=True, notes=precision)
+    return with_speeds(cluster, rates, copies, further=with_host, one_way=True, notes=precision)
 
 
 def launch_s(device: torch.device) -> float:
@@ -312,6 +316,35 @@ def copy_speed(
     if pinned or CPU in (source, destination):
         return speed
     return speed._replace(latency_s=max(speed.latency_s, hop_s(source, destination)))
+
+
+def host_buses(links: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the bus of those links between the host and GPUs that share one, by their ends.
+
+    Copies in one direction share it where two at once take nearly as long as one after the other,
+    as behind one switch.
+    """
+    bus_of = {ends: " -> ".join(ends) for ends in links}
+    for pair in itertools.combinations(links, 2):
+        one, other = pair
+        same_way = (one[0] == "cpu") == (other[0] == "cpu")
+        if same_way and bus_of[one] != bus_of[other] and _wait_for_each_other(pair):
+            before = bus_of[other]
+            bus_of |= {ends: bus_of[one] for ends, bus in bus_of.items() if bus == before}
+    buses = list(bus_of.values())
+    return {ends: bus for ends, bus in bus_of.items() if buses.count(bus) > 1}
+
+
+def _wait_for_each_other(links: Sequence[tuple[str, str]]) -> bool:
+    devices = [torch_device(name) for name in dict.fromkeys(itertools.chain(*links))]
+    copies = []
+    for source, destination in ([torch_device(name) for name in ends] for ends in links):
+        tensor = torch.ones(LARGE_BYTES // 4)
+        tensor = tensor.pin_memory() if source == CPU else tensor.to(source)
+        copies.append(partial(tensor.to, destination, non_blocking=True))
+    with timed_within_bounds("copies at once", *devices):
+        alone_s = max(seconds_per_call(copy, devices) for copy in copies)
+        return seconds_per_call(lambda: [copy() for copy in copies], devices) > SHARED * alone_s
 
 
 def hop_s(source: torch.device, destination: torch.device) -> float:

@@ -77,7 +77,7 @@ LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
 _KEYS: Final = frozenset({"format", "name", "device", "link", "host", "transfers"})
 _TRANSFER_KEYS: Final = frozenset({"once_per_destination"})
-RARE: Final = frozenset({"ports", "ingress", "pinned_bandwidth_bytes_per_s"}) | frozenset(
+RARE: Final = frozenset({"ports", "ingress", "bus", "pinned_bandwidth_bytes_per_s"}) | frozenset(
     {"price_per_hour", "contention", "overlap", "autograd"}
 )
 """Keys that are only written where used: other readers of the format may not know them."""
@@ -155,6 +155,7 @@ class Link:
     one_way: bool = False
     ports: tuple[tuple[str, ...], ...] = ()
     ingress: bool = False
+    bus: str = ""  # with "bus": links that name the same one share it
     pinned_bandwidth_bytes_per_s: float = 0.0  # from or to page-locked memory; 0: not known
 
     def __post_init__(self) -> None:
@@ -167,6 +168,7 @@ class Link:
             _check_range(self, name, where)
         one_of(self.sharing, SHARINGS, f"{where}: sharing")
         one_of(self.order, LINK_ORDERS, f"{where}: order")
+        check_printable(self.bus, f"{where}: bus")
         self._check_ports(where)
         if self.ingress and not (self.sharing == "egress" and self.full_duplex):
             raise ValueError(

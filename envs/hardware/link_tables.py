@@ -51,7 +51,7 @@ class LinkTables:
         self.bandwidth_bytes_per_s[s, d] = link.bandwidth_bytes_per_s
         match link.sharing:
             case "bus":
-                self.queue[s, d] = self._queue(link, number)
+                self.queue[s, d] = self._queue(link, link.bus or number)
             case "pair" if link.full_duplex:
                 self.queue[s, d] = self._queue(link, number, out, into)
             case "pair":

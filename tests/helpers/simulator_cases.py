@@ -109,6 +109,7 @@ def random_link(rng: random.Random, between: list[str], *, plain: bool) -> Link:
         full_duplex=full_duplex,
         order="fifo" if plain else rng.choice(LINK_ORDERS),
         one_way=one_way,
+        bus="shared" if one_way and sharing == "bus" and plain else "",
         ports=random_ports(rng, between) if rng.random() < 0.4 else (),
         ingress=sharing == "egress" and full_duplex and not plain and rng.random() < 0.5,
     )

@@ -220,7 +220,7 @@ def _ports(cluster: Cluster, names: list[str], s: Sending) -> set[object]:
         case "none", _:
             return set()
         case "bus", _:
-            return {which}
+            return {link.bus or which}
         case "pair", True:
             return {(which, out, into)}
         case "pair", False:

@@ -40,7 +40,11 @@ def test_the_link_of_each_ordered_pair_of_equal_gpus_is_measured(
     monkeypatch.setattr(torch_speeds, "torch_device", torch.device)
     monkeypatch.setattr(torch_speeds, "_rates", lambda device: rates)
     monkeypatch.setattr(torch_speeds, "copy_speed", speed)
+    monkeypatch.setattr(torch_speeds, "host_buses", lambda _: {("cpu", "cuda:1"): "one"})
     cluster = measured_speeds(gpus(3))
+    assert {link.between: link.bus for link in cluster.links if link.sharing == "bus"} == {
+        ("cpu", "cuda:1"): "one"
+    }
     found = {link.between: link.bandwidth_bytes_per_s for link in cluster.links}
     number = {"cpu": 1, "cuda:0": 2, "cuda:1": 3, "cuda:2": 4}
     assert found == {
@@ -74,6 +78,30 @@ def test_copies_with_the_host_are_timed_from_and_to_memory_of_one_kind(
         copies.clear()
         copy_speed(gpu, CPU, 1e9, pinned=pinned)
         assert copies == [(False, pinned)] * 2
+
+
+def test_gpus_whose_copies_with_the_host_wait_for_each_other_share_a_bus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"cuda:{number}" for number in range(4)]
+    links = [ends for name in names for ends in (("cpu", name), (name, "cpu"))]
+    slow: dict[tuple[str, ...], float] = {
+        ("cuda:0", "cuda:2"): 2.0,
+        ("cuda:2", "cuda:3"): 1.6,
+        ("cuda:0", "cuda:1"): 1.4,
+    }
+
+    def seconds(copies: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+        made = copies()
+        gpus = tuple(str(device) for device in devices if device != CPU)
+        to_host = isinstance(made, list) and made[0].device == CPU
+        return 1e-3 * (slow.get(gpus, 1.1) if isinstance(made, list) and not to_host else 1.0)
+
+    monkeypatch.setattr(torch_speeds, "seconds_per_call", seconds)
+    monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 64)
+    with fake_cuda(4):
+        found = torch_speeds.host_buses(links)
+    assert found == dict.fromkeys([("cpu", f"cuda:{n}") for n in (0, 2, 3)], "cpu -> cuda:0")
 
 
 def test_speeds_are_kept_for_these_very_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

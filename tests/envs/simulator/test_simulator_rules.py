@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -93,6 +94,18 @@ def test_ops_start_when_calculated_by_hand(
     schedule = run(graph, cluster, devices, priority)
     assert schedule.start_ns.tolist() == [1000 * start for start in start_us]
     assert schedule.step_ns == 1000 * (max(start_us) + 1)
+
+
+@pytest.mark.parametrize(("buses", "start_us"), [(("b", "b"), [0, 3, 5]), (("b", "c"), [0, 3, 3])])
+def test_links_with_the_name_of_one_bus_share_it(buses: list[str], start_us: list[int]) -> None:
+    plain = one_kind(3, sharing="bus")
+    (link,) = plain.links
+    links = tuple(
+        replace(link, between=(plain.names[0], name), one_way=True, bus=bus)
+        for name, bus in zip(plain.names[1:], buses, strict=True)
+    )
+    schedule = run(fork(2), replace(plain, links=links), [0, 1, 2])
+    assert schedule.start_ns.tolist() == [1000 * start for start in start_us]
 
 
 def test_peak_memory_counts_what_is_alive() -> None:
