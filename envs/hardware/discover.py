@@ -115,7 +115,9 @@ def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Devic
         from envs.hardware import torch_devices
 
         try:
-            free = torch_devices.free_bytes(torch_devices.torch_device(name))
+            device = torch_devices.torch_device(name)
+            torch_devices.load_libraries(device)
+            free = torch_devices.free_bytes(device)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise RuntimeError(f"{name} cannot be used: {reason}") from error

@@ -161,6 +161,21 @@ def free_bytes(device: torch.device) -> int | None:
     return max(allowed - held, 0)
 
 
+def load_libraries(device: torch.device) -> None:
+    """Let CUDA load what matrix products need, which takes memory beside that of tensors.
+
+    From here on free memory is without it.
+
+    Raises:
+        RuntimeError: the device cannot run a product, or has no memory for it.
+    """
+    if device.type == "cuda":
+        small = torch.ones(8, 8, device=device)
+        small = small @ small
+        del small
+        release(device)
+
+
 def unusable_reason(name: str) -> str:
     """Return why a CUDA device is of no use now, or ""; another process may have it, or its memory.
 

@@ -94,6 +94,8 @@ class Machine:
             return self._anywhere(call)
         [device] = devices
         settle(tree_leaves((args, kwargs)), lambda place: self._settle(place, device))
+        if call.is_product:
+            self.allocator(device).load_libraries()
         stream = self.stream_of(device)
         if call.needs_values:
             stream.synchronize()
