@@ -115,9 +115,9 @@ def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Devic
         from envs.hardware import torch_devices
 
         device = torch_devices.torch_device(name)
-        free = torch_devices.free_bytes(device)
         if device.type == "cuda" and (reason := torch_devices.kernel_failure(device)):
             raise torch_devices.DeviceError([device], reason)
+        free = torch_devices.free_bytes(device)
     if limit is None:
         if free is None:
             raise ValueError(f"{name} does not report its memory: set a limit for it, such as 8GiB")

@@ -78,14 +78,18 @@ def failures_named(*devices: torch.device) -> Iterator[None]:
 
 
 def kernel_failure(device: torch.device) -> str:
-    """Return why a GPU does not run a kernel now, or "".
+    """Return why a GPU does not run a small product now, or "".
 
     It is lost, or of an architecture that torch was not built for: then copies and questions about
-    its memory work.
+    its memory work. The first product loads CUDA's libraries, whose memory is not free from here
+    on.
     """
     try:
-        torch.ones(1, device=device).neg_()
+        small = torch.ones(8, 8, device=device)
+        small = small @ small
         synchronize(device)
+        del small
+        release(device)
     except RuntimeError as error:
         return in_a_line(error)
     return ""

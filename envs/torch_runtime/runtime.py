@@ -35,9 +35,16 @@ from graphs.graph import GraphArrays
 
 DEFAULT_ROUNDS: Final = 7
 FRAGMENTED_SHARE: Final = 0.08
-"""Share of a device's memory lost in gaps between tensors; a guess, 5 to 15 % are usual."""
+"""Share of a device's memory lost in gaps between tensors; a guess, 5 to 15 % are usual.
+
+Runs that fit do not show it: what was freed stays reserved as long as there is room. Where runs do
+not fit, the placement is searched again with the memory that gaps left in these.
+"""
 LIBRARY_BYTES: Final = 96 << 20
-"""Scratch memory of cuBLAS (32 MiB on recent GPUs, for each of two streams) and cuDNN."""
+"""Scratch memory of cuBLAS (32 MiB on recent GPUs, for each of two streams) and cuDNN.
+
+torch's allocator gives it. What the libraries take beside that is gone when free memory is queried.
+"""
 
 
 class TorchRuntime:
@@ -99,7 +106,7 @@ class TorchRuntime:
         process for each. They overlap copies if this runtime does, and autograd issues their
         backward pass; processes of their own for the devices always overlap them. Copies that
         overlap are as fast as with page-locked memory, where that is known. The context of a CUDA
-        device is not reserved: it is already allocated when free memory is queried.
+        device and its libraries are not reserved: they are there when free memory is queried.
         """
         devices = tuple(
             replace(device, memory_bytes=_without_reserve_bytes(device))

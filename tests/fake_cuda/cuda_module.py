@@ -149,7 +149,7 @@ class CudaModule:
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         self._machine.queues.check(self._machine.device(device))
         found = self._machine.allocator(device)
-        return found.total_bytes - found.reserved_bytes, found.total_bytes
+        return found.free_bytes, found.total_bytes
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
         return self._machine.allocator(device).fraction

@@ -99,6 +99,8 @@ class Machine:
         if device in self.refuses_kernels and not call.only_looks:
             raise torch.AcceleratorError(f"CUDA error: {self.refuses_kernels[device]}\nCompile it")
         settle(leaves((args, kwargs)), lambda place: self._settle(place, device))
+        if call.is_product:
+            self.allocator(device).load_libraries()
         stream = self.stream_of(device)
         if call.needs_values:
             stream.synchronize()

@@ -101,6 +101,8 @@ class Allocator:
     def __init__(self, queues: Queues, device: torch.device, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.segment_bytes = 0
+        self.library_bytes = 0  # that libraries take at the first product, beside tensors
+        self.loaded_bytes = 0
         self.fraction = 1.0
         self.allocated_bytes = self.most_allocated_bytes = 0
         self.reserved_bytes = self.most_reserved_bytes = 0
@@ -113,7 +115,20 @@ class Allocator:
 
     @property
     def limit_bytes(self) -> int:
-        return int(self.total_bytes * self.fraction)
+        return min(int(self.total_bytes * self.fraction), self.total_bytes - self.loaded_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """Return what neither this allocator nor the libraries have taken."""
+        return self.total_bytes - self.loaded_bytes - self.reserved_bytes
+
+    def load_libraries(self) -> None:
+        """Take the memory of libraries, once."""
+        if self.loaded_bytes == self.library_bytes:
+            return
+        if self.library_bytes > self.free_bytes:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        self.loaded_bytes = self.library_bytes
 
     def allocate(self, size_bytes: int, stream: Stream) -> Block:
         """Return memory for work on a stream.

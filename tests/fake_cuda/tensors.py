@@ -25,6 +25,7 @@ from tests.fake_cuda.trees import leaves, mapped
 from tests.helpers.vdev import ON_CPU
 
 CPU: Final = torch.device("cpu")
+PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 TAKES_INDICES: Final = ("index", "index_put", "index_put_", "_index_put_impl_")
 """Ops whose indices may be on the CPU while the tensor is on a device."""
 
@@ -143,6 +144,7 @@ class Call:
         self.args = args
         self.kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory"}}
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_product = func.overloadpacket.__name__ in PRODUCTS
         self.only_looks = func.is_view or func is torch.ops.aten._unsafe_view.default
 
     @property

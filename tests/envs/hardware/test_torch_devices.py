@@ -35,6 +35,24 @@ def test_every_gpu_has_the_memory_that_is_free_on_it() -> None:
     assert [each.memory_bytes for each in found] == [total - held.nbytes, total]
 
 
+def test_what_libraries_take_at_the_first_product_is_no_free_memory() -> None:
+    total, libraries = 1 << 20, 1 << 18
+    with fake_cuda(2, memory_bytes=total) as machine:
+        for allocator in machine.allocators:
+            allocator.library_bytes = libraries
+        [found] = discover("cuda:0").devices
+        assert found.memory_bytes == total - libraries
+        full = torch.empty(found.memory_bytes - 512 * 3, dtype=torch.uint8, device="cuda:0")
+        small = torch.ones(4, 4, device="cuda:0")
+        assert (small @ small).sum().item() == 64
+        del full, small
+        assert discover("cuda:0").devices == (found,), "they are there once"
+        held = torch.empty(total - libraries // 2, dtype=torch.uint8, device="cuda:1")
+        with pytest.raises(RuntimeError, match="cuda:1 cannot be used: CUDA error: out of memory"):
+            discover("cuda:1")
+        del held
+
+
 def test_memory_of_the_cpu_is_all_that_is_free_or_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1 << 40)
     (cpu,) = discover("cpu").devices
