@@ -88,10 +88,10 @@ def kernel_failure(device: torch.device) -> str:
         small = torch.ones(8, 8, device=device)
         small = small @ small
         synchronize(device)
-        del small
-        release(device)
+        _clear("_cuda_clearCublasWorkspaces")
     except RuntimeError as error:
-        return in_a_line(error)
+        if is_of_cuda(error) or is_out_of_memory(error):  # and not of torch's own settings
+            return in_a_line(error)
     return ""
 
 
@@ -248,9 +248,14 @@ def release(device: torch.device) -> None:
     With CUDA this includes the workspaces of cuBLAS, and page-locked memory of the host.
     """
     if device.type == "cuda":
-        for function in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
-            getattr(torch._C, function, lambda: None)()
+        _clear("_cuda_clearCublasWorkspaces")
+        _clear("_host_emptyCache")
     _call(device, "empty_cache")
+
+
+def _clear(function: str) -> None:
+    """Call one of torch's own functions, which a build may lack."""
+    getattr(torch._C, function, lambda: None)()
 
 
 def forked_rng(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
