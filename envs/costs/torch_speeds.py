@@ -253,7 +253,7 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     for a, b in itertools.permutations(cluster.devices, 2):
         fastest = min(rates[device.kind]["bandwidth_bytes_per_s"] for device in (a, b))
         ends = torch_device(a.name), torch_device(b.name)
-        with timed_within_bounds("copies", *ends):
+        with timed_within_bounds(f"copies from {a.name} to {b.name}", *ends):
             copies[a.name, b.name] = copy_speed(*ends, fastest)
             if {"cpu", "cuda"} == {end.type for end in ends}:
                 pinned = copy_speed(*ends, fastest, pinned=True)

@@ -212,7 +212,7 @@ def test_costs_are_measured_in_all_free_memory_not_under_the_limit_of_the_placem
         (of_calls, "_timed_update", "timing an update by sgd on cpu"),
         (of_modules, "profile_modules_on", "timing the modules of a step on cpu"),
         (torch_speeds, "launch_s", "timing launches, products and memory on cpu"),
-        (torch_speeds, "copy_speed", "timing copies from cuda:0 on cpu"),
+        (torch_speeds, "copy_speed", "timing copies from cuda:0 to cpu on cuda:0, cpu"),
     ],
 )
 def test_timing_that_hangs_ends_the_process_with_a_name(
