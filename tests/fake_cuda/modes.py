@@ -69,6 +69,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return made
 
 
+def _device(named: str | int) -> torch.device:
+    return torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+
+
 class FunctionMode(TorchFunctionMode):
     """Handles calls from Python; ``inside`` is the device of the tensors of the current one."""
 
@@ -90,7 +94,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in MAKES_DEVICES:
-            return func(*args, **kwargs)
+            first = [_device(given) if isinstance(given, int) else given for given in args[:1]]
+            return func(*first, *args[1:], **kwargs)
         if (special := self._special.get(name)) is not None:
             return special(*args, **kwargs)
         device, args, kwargs = self._without_device(name, args, kwargs)
@@ -131,10 +136,10 @@ class FunctionMode(TorchFunctionMode):
             return leaf
 
         if isinstance(kwargs.get("device"), str | int):
-            kwargs["device"] = torch.device(kwargs["device"])
+            kwargs["device"] = _device(kwargs["device"])
         if name in NAMES_DEVICE_FIRST and len(args) > 1:
             if isinstance(args[1], str | int):
-                args = (args[0], torch.device(args[1]), *args[2:])
+                args = (args[0], _device(args[1]), *args[2:])
             elif isinstance(args[1], Tensor):
                 args = (args[0], args[1].device, args[1].dtype, *args[2:])
         if name == "cpu":

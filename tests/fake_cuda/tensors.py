@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from tests.fake_cuda.memory import Block
@@ -46,7 +46,11 @@ class CudaTensor(Tensor):
     expected: Tensor
 
     @staticmethod
-    def __new__(cls, expected: Tensor, place: Place) -> CudaTensor:
+    def __new__(
+        cls, expected: Tensor, place: Place | None = None, requires_grad: bool = False
+    ) -> Any:
+        if place is None:  # by code that makes a parameter of the type of another one
+            return nn.Parameter(expected, requires_grad)
         tensor = Tensor._make_wrapper_subclass(
             cls,
             expected.size(),
@@ -59,7 +63,9 @@ class CudaTensor(Tensor):
         tensor.place = place
         return tensor
 
-    def __init__(self, expected: Tensor, place: Place) -> None:
+    def __init__(
+        self, expected: Tensor, place: Place | None = None, requires_grad: bool = False
+    ) -> None:
         pass
 
     # torch declares it as a method

@@ -1,4 +1,4 @@
-"""Device maps, dispatched by accelerate over the CPU and a fake second device."""
+"""Device maps, dispatched by accelerate over the CPU and a fake GPU."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around, parent
 from placer.exports.renaming import ExportError
+from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers
 from tests.helpers.extracted_steps import without_dropout
 from tests.helpers.in_turn import LARGE, in_turn
 from tests.helpers.placed_at_random import cut_placement, placement_of, random_placement
-from tests.helpers.vdev import vdev
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
-PAIR = ("cpu", "vdev:0")
+PAIR = ("cpu", "cuda:0")
 GPUS = ("cuda:0", "cuda:1")
 
 
@@ -173,7 +172,6 @@ def trained(step: Workload, model: nn.Module) -> dict[str, Any]:
     return {"": loss.detach().to("cpu"), **gradients}
 
 
-@without_cuda
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("by", ["op", "module", "layer"])
 @pytest.mark.parametrize("name", in_turn(STEPS))
@@ -188,10 +186,12 @@ def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
         for tied, first in ties_of(step).items():
             homes = {found[home] for n in (tied, first) if (home := around(n, found)) is not None}
             assert len(homes) == 1
-        with vdev():
+        with fake_cuda():
             model = accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")
             if len(set(found.values())) == 1:  # the user has to feed it on its device
-                assert {str(p.device) for p in model.parameters()} == set(found.values())
+                [home] = set(found.values())
+                there = torch.device("cpu" if home == "cpu" else "cuda:0")
+                assert {p.device for p in model.parameters()} == {there}
                 continue
             seen = trained(step, model)
         torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-5)

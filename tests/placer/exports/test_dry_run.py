@@ -20,14 +20,13 @@ from placer.exports.dry_run import flow
 from placer.exports.existing_map import DeviceMap
 from placer.exports.format import StepPredictor, export_extracted
 from placer.exports.placed_modules import PlacedModules
+from tests.fake_cuda import fake_cuda
 from tests.helpers.placed_at_random import placement_of, random_placement
 from tests.helpers.tiny_models import Plain, squared
-from tests.helpers.vdev import vdev
 from tests.placer.exports.test_export_prediction import NAMES, problem_of
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
 class Inner(nn.Module):
@@ -61,15 +60,13 @@ def outer() -> Extraction:
 
 
 def random_map(model: nn.Module, seed: int) -> dict[str, str]:
-    """Return a random map; nested modules only inside ones on the CPU: vdev cannot send again."""
+    """Return a random map, in which modules may be nested."""
     randomly, found = random.Random(seed), dict[str, str]()
 
     def walk(module: nn.Module, path: str) -> None:
         children = list(module.named_children())
         if not children or randomly.random() < 0.3:
-            found[path] = randomly.choice(["cpu", "vdev:0"])
-            if found[path] != "cpu":
-                return
+            found[path] = randomly.choice(["cpu", "cuda:0"])
         for name, child in children:
             walk(child, f"{path}.{name}" if path else name)
 
@@ -94,7 +91,7 @@ class Recorded(TorchFunctionMode):
 def dispatched(extraction: Extraction, devices: dict[str, str]) -> dict[str, str]:
     """Return {call: device} of a run by accelerate; calls of one function have the same order."""
     step, recorded, found = extraction.step, Recorded(), dict[str, str]()
-    with vdev():
+    with fake_cuda():
         model = accelerate.dispatch_model(copy.deepcopy(step.model), devices, main_device="cpu")
         with torch.no_grad(), recorded:
             model(*step.inputs)
@@ -104,7 +101,6 @@ def dispatched(extraction: Extraction, devices: dict[str, str]) -> dict[str, str
     return found
 
 
-@without_cuda
 def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() -> None:
     extraction = outer()
     step, ran, failed = extraction.step, 0, 0
@@ -117,18 +113,17 @@ def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() 
             assert dispatched(extraction, devices) == found.devices, seed
             ran += 1
         else:
-            with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+            with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
                 dispatched(extraction, devices)
             failed += 1
     assert min(ran, failed) >= 3
 
 
-@without_cuda
 @pytest.mark.parametrize("by", ["op", "module"])
 def test_an_export_counts_the_ops_that_accelerate_runs_elsewhere_than_placed(by: str) -> None:
     extraction, ran, moving = outer(), 0, 0
     for seed in range(12):
-        placement = random_placement(extraction, ("cpu", "vdev:0"), seed, by=by)
+        placement = random_placement(extraction, ("cpu", "cuda:0"), seed, by=by)
         placed = PlacedModules.of(extraction, placement, main_device="cpu")
         found = export_extracted(device_map, extraction, placement, main_device="cpu")
         if len(set(found.content.values())) == 1:

@@ -18,13 +18,12 @@ from torch.utils._pytree import tree_leaves
 import placer
 from graphs.extract import Workload
 from placer.exports.placed_modules import around, whole_modules
+from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers
-from tests.helpers.vdev import vdev
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 NAMES = ("slow", "fast")
 
@@ -93,8 +92,8 @@ def outputs(step: Workload, model: nn.Module) -> list[Tensor]:
 
 def dispatched(step: Workload, content: Mapping[str, int | str]) -> list[Tensor]:
     """Return the outputs of a model that accelerate dispatches on two devices of this machine."""
-    devices = {path: ("cpu", "vdev:0")[int(number)] for path, number in content.items()}
-    with vdev():
+    devices = {path: ("cpu", "cuda:0")[int(number)] for path, number in content.items()}
+    with fake_cuda():
         model = copy.deepcopy(step.model).eval()
         dispatched = accelerate.dispatch_model(model, devices, main_device="cpu")
         return outputs(step, dispatched)
@@ -110,7 +109,6 @@ TOO_SMALL = 0.8
 """Share of the memory of a step that one GPU has: two are needed."""
 
 
-@without_cuda
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_map_is_complete_whole_and_dispatched_by_accelerate(name: str) -> None:
@@ -144,7 +142,6 @@ def test_no_map_that_it_is_compared_with_is_faster(name: str) -> None:
     assert "but has" in found.others["single cuda:0"].why
 
 
-@without_cuda
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_maps_of_accelerate_are_predicted_to_run_if_they_do(name: str) -> None:

@@ -13,8 +13,8 @@ from graphs.graph import attributes_of
 from placer.exports.device_map import device_map
 from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules
+from tests.fake_cuda import fake_cuda
 from tests.helpers.placed_at_random import placement_of
-from tests.helpers.vdev import vdev
 from tests.placer.exports.test_device_map import (
     GPUS,
     PAIR,
@@ -22,7 +22,6 @@ from tests.placer.exports.test_device_map import (
     accelerate,
     extracted,
     trained,
-    without_cuda,
 )
 
 torch.set_num_threads(1)
@@ -50,18 +49,17 @@ def test_the_map_of_a_recording_is_that_of_its_export(name: str, on_second: str)
         assert exported.moved_op_count == 0
 
 
-@without_cuda
 def test_accelerate_trains_by_the_map_of_a_recording() -> None:
     extraction = recorded("meeting")
     step, graph = extraction.step, extraction.graph
     devices = [int(attributes_of(graph, op)["module"] == "right.0") for op in graph]
     placement = placement_of(graph, PAIR, devices)
     found = device_map(PlacedModules.of(extraction, placement, main_device="cpu"))
-    assert found.content == {"left": "cpu", "right.0": "vdev:0", "right.2": "cpu", "head": "cpu"}
+    assert found.content == {"left": "cpu", "right.0": 0, "right.2": "cpu", "head": "cpu"}
     # The loss is no part of the map, and its ops are on the main device.
     losses = {op.call for op in PlacedModules.of(extraction, placement).ops if not op.module}
     assert found.not_placed == {call for call in losses if not call.endswith(":add")}
-    with vdev():
+    with fake_cuda():
         model = accelerate.dispatch_model(
             copy.deepcopy(step.model), found.content, main_device="cpu"
         )

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from placer.parallel.buckets import filled_buckets
 from placer.parallel.grad_sync import GradSync, broadcast_state
 from placer.parallel.processes import groups_of_slots
+from tests.fake_cuda import fake_cuda
 from tests.helpers.ranks import each, on_ranks, refusal
 from tests.helpers.replicas import (
     backward,
@@ -33,7 +34,6 @@ from tests.helpers.replicas import (
     own_batch,
     parameters,
 )
-from tests.helpers.vdev import vdev
 
 LR = 0.1
 
@@ -165,8 +165,9 @@ class TwoDevices(nn.Module):
 
 
 def train_on_two_device_types(groups: bool) -> dict[str, Tensor]:
-    with vdev() as device:
-        by_type = {kind: dist.new_group() for kind in ("cpu", "vdev")} if groups else {}
+    with fake_cuda() as machine:
+        [device] = machine.devices
+        by_type = {kind: dist.new_group() for kind in ("cpu", "cuda")} if groups else {}
         return train(TwoDevices(device), group_of=lambda device: by_type.get(device.type))
 
 
@@ -181,7 +182,6 @@ def on_two_device_types() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bool) -> None:
     expected = train_alone(TwoDevices(torch.device("cpu")))
@@ -192,7 +192,8 @@ def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bo
 
 def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
     """Return for each device type whether its bucket has started once all CPU gradients exist."""
-    with vdev() as device:
+    with fake_cuda() as machine:
+        [device] = machine.devices
         replica = TwoDevices(device)
         groups = groups_of_slots([torch.device("cpu"), device]) if slots else lambda device: None
         sync = GradSync(replica, group_of=groups)
@@ -202,10 +203,9 @@ def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
         return started
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 @pytest.mark.parametrize("slots", [False, True])
 def test_with_a_group_for_each_device_none_waits_for_another(slots: bool) -> None:
-    expected = {"vdev": False, "cpu": slots}  # in one group buckets start in one order
+    expected = {"cuda": False, "cpu": slots}  # in one group buckets start in one order
     assert [of_rank[f"slots {slots}"] for of_rank in on_two_device_types()] == [expected] * 2
 
 

@@ -29,7 +29,7 @@ from graphs.graph import GraphArrays
 from tests.fake_cuda.sharing import FakeSharing
 from tests.helpers.own_functions import STEPS, Summed, own_step
 from tests.helpers.placed_steps import by_calls, on_cores, random_devices, two_cores
-from tests.helpers.second_devices import DEVICES, VDEV, opened_device
+from tests.helpers.second_devices import DEVICES, FAKE, opened_device
 from tests.helpers.trained_alike import assert_close, assert_trains_alike, on_cpu, with_optimizer
 
 torch.set_num_threads(1)
@@ -157,13 +157,13 @@ def test_the_costs_of_a_function_are_not_those_of_its_ops_and_the_same_in_every_
 # --- the public interface
 
 
-@pytest.mark.parametrize("devices", ["vdev:0,cpu", "cores"])
+@pytest.mark.parametrize("devices", ["cuda:0,cpu", "cores"])
 def test_a_saved_placement_keeps_the_backward(devices: str, tmp_path: Path) -> None:
     step, path = own_step(STEPS["held"]), tmp_path / "placement.json"
     cluster = two_cores() if devices == "cores" else devices
     names = list(two_cores().names) if devices == "cores" else devices.split(",")
-    limits = {"vdev:0": 1 << 30, "cpu": 1 << 30} if devices != "cores" else {}
-    with opened_device(VDEV):
+    limits = {"cuda:0": 1 << 30, "cpu": 1 << 30} if devices != "cores" else {}
+    with opened_device(FAKE):
         result = placer.optimize(
             copy.deepcopy(step),
             cluster,
