@@ -20,17 +20,16 @@ from placer.cli.main import main
 from placer.exports.device_map import device_map
 from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around
+from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models
 from tests.helpers.placed_at_random import placement_of
 from tests.helpers.placed_steps import CORES
-from tests.helpers.vdev import vdev
 from tests.placer.exports.test_device_map import (
     GPUS,
     PAIR,
     Meeting,
     accelerate,
     trained,
-    without_cuda,
 )
 from tests.placer.exports.test_planned_maps import cluster
 
@@ -136,55 +135,51 @@ def placed_beside(
 
 def assert_trains(step: Workload, content: dict[str, Any]) -> None:
     """Assert that a map which accelerate dispatches trains the model as it is trained alone."""
-    with vdev():
+    with fake_cuda():
         model = accelerate.dispatch_model(copy.deepcopy(step.model), content, main_device="cpu")
         found = trained(step, model)
     torch.testing.assert_close(found, trained(step, copy.deepcopy(step.model)))
 
 
-@without_cuda
 def test_accelerate_trains_by_the_map_of_a_model_whose_loss_reads_a_value() -> None:
     extraction = by_modules(classified())
     placement = placed_beside(extraction, ("right.0", "right.1"))
     exported = export_extracted(device_map, extraction, placement, main_device="cpu")
-    assert exported.content == {"left": "cpu", "right.0": "vdev:0", "right.2": "cpu", "head": "cpu"}
+    assert exported.content == {"left": "cpu", "right.0": 0, "right.2": "cpu", "head": "cpu"}
     assert exported.moved_op_count == 0
     assert "checked" not in exported.remedy
     assert_trains(extraction.step, exported.content)
 
 
-@without_cuda
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("extractor", ["modules", "dispatch"])
 def test_accelerate_trains_by_the_map_of_a_model_that_branches_on_data(extractor: str) -> None:
     extraction = extract(graph_net(), extractor)
     placement = placed_beside(extraction, "second")
     exported = export_extracted(device_map, extraction, placement, main_device="cpu")
-    assert exported.content == {"scale": "cpu", "first": "cpu", "second": "vdev:0"}
+    assert exported.content == {"scale": "cpu", "first": "cpu", "second": 0}
     assert exported.moved_op_count == 0
     assert ON_EXAMPLE in exported.remedy
     assert "in forward" in exported.remedy, "the lines that read values"
     assert_trains(extraction.step, exported.content)
 
 
-@without_cuda
 def test_modules_whose_outputs_meet_on_the_example_share_a_device() -> None:
     extraction = by_modules(step_of(Choosing()))
     exported = device_map(
         PlacedModules.of(extraction, placed_beside(extraction, "right"), main_device="cpu")
     )
     assert exported.content["left"] == exported.content["right.2"] == "cpu"
-    assert exported.content["right.0"] == "vdev:0"
+    assert exported.content["right.0"] == 0
     assert_trains(extraction.step, exported.content)
 
 
-@without_cuda
 def test_a_model_that_nothing_traces_is_mapped_as_it_is_placed_and_unchecked() -> None:
     extraction = by_modules(step_of(Writing()))
     exported = export_extracted(
         device_map, extraction, placed_beside(extraction, "second"), main_device="cpu"
     )
-    assert exported.content == {"first": "cpu", "second": "vdev:0"}
+    assert exported.content == {"first": "cpu", "second": 0}
     assert exported.moved_op_count == 0
     assert UNCHECKED in exported.summary[-1]
     assert_trains(extraction.step, exported.content)
