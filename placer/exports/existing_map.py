@@ -152,10 +152,7 @@ def _of_readers(
     """Return {op: device of the first of these tensors that it reads}, from {tensor: device}."""
     program = extraction.step_program
     if program is None:
-        raise ValueError(
-            f"the device map names {next(iter(tensors))!r}, but in a graph of modules it is not "
-            "known what reads a tensor: give its module a device, such as the model itself, ''"
-        )
+        return _of_modules(extraction, tensors)
     ties = ties_of(extraction.step)
     device_of = {ties.get(name, name): device for name, device in tensors.items()}
     of_state = (source for source in program.sources if source.role in ("parameter", "buffer"))
@@ -169,6 +166,19 @@ def _of_readers(
             if name in device_of:
                 device_of_op.setdefault(keys[call.op], device_of[name])
     return device_of_op
+
+
+def _of_modules(extraction: Extraction, tensors: Mapping[str, str]) -> dict[str, str]:
+    """Return {op of a graph of modules: device of the tensors that its module has itself}."""
+    homes: dict[str, str] = {}
+    for name, device in tensors.items():
+        if homes.setdefault(parent(name), device) != device:
+            raise ValueError(
+                f"the device map has {name!r} on {device}, but other tensors of its module on "
+                f"{homes[parent(name)]}: in a graph of modules a module has one device itself"
+            )
+    units = zip(extraction.graph, extraction.units, strict=True)
+    return {op: homes[unit.call.path] for op, unit in units if unit.call.path in homes}
 
 
 def _inherited(graph: GraphArrays, devices: NDArray[np.int64], i: int) -> int:

@@ -195,10 +195,14 @@ def test_what_reads_a_tensor_of_a_map_runs_where_the_map_has_it(of_calls: bool) 
         assert placed(devices, extraction).device_of("inner:mul") == "a"
 
 
-def test_of_a_graph_of_modules_it_is_not_known_what_reads_a_tensor() -> None:
+def test_tensors_of_a_map_have_one_device_for_each_module_of_a_graph_of_modules() -> None:
     extraction = inferring(scaled(), "modules")
-    with pytest.raises(ValueError, match="names 'scale', but in a graph of modules"):
-        placed({"scale": "a", "shift": "a", "layer": "b"}, extraction)
+    with pytest.raises(ValueError, match="'shift' on b, but other tensors of its module on a"):
+        placed({"scale": "a", "shift": "b", "layer": "b"}, extraction)
+    for name in ("a", "b"):
+        placement = placed({"scale": name, "shift": name, "layer": "b"}, extraction)
+        assert set(placement.devices_of("layer")) == {"b"}
+        assert {placement.device_of(op) for op in extraction.graph if op.startswith(":")} == {name}
     placed({"": "a", "layer": "b", "scale": "a"}, extraction)
 
 

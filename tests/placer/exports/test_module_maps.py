@@ -15,14 +15,15 @@ import placer
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import module_map
-from graphs.graph import attributes_of
+from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
 from placer.exports.device_map import device_map
+from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around
 from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models
-from tests.helpers.placed_at_random import placement_of
+from tests.helpers.placed_at_random import cluster_of, placement_of
 from tests.helpers.placed_steps import CORES
 from tests.placer.exports.test_device_map import (
     GPUS,
@@ -225,7 +226,11 @@ def test_what_optimize_found_on_cores_is_exported(name: str, pin: str, tmp_path:
     assert content.get(pin, content.get("")) == 1
 
 
-def test_a_pair_of_gpus_is_written_by_number() -> None:
+def test_the_map_of_a_graph_of_modules_is_read_as_the_placement_that_it_was_written_for() -> None:
     extraction = by_modules(graph_net())
     placement = placed_beside(extraction, "second", GPUS)
-    assert export_extracted(device_map, extraction, placement).content["second"] == 1
+    content = export_extracted(device_map, extraction, placement).content
+    assert content == {"scale": 0, "first": 0, "second": 1}
+    given = DeviceMap({path: f"cuda:{number}" for path, number in content.items()})
+    graph = GraphArrays.from_graph(module_map(extraction).graph)
+    assert given.placed(extraction, graph, cluster_of(GPUS)).devices == placement.devices
