@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import placer
 from envs.placement import Placement
-from graphs.extract import Extraction, Workload, extract
+from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.placeable import module_map
 from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
@@ -197,6 +197,17 @@ def test_a_model_that_reads_values_has_a_planned_map(make: Any, note: str) -> No
     assert found.predicted_step_s < float("inf")
     assert note in found.summary
     assert ("checked" in found.summary) == bool(note)
+
+
+def test_that_a_graph_of_modules_has_no_single_calls_is_said_in_one_sentence() -> None:
+    extraction = by_modules(classified())
+    with pytest.raises(ExtractionError) as refused:
+        assert extraction.forward
+    text = str(refused.value)
+    assert "torch.where" not in text
+    assert text.count(". ") == 0
+    with pytest.raises(ExtractionError, match=r"torch\.where"):  # the extractor that it names
+        extract(extraction.step, "export")
 
 
 TARGET = """
