@@ -1,6 +1,7 @@
 """Second torch devices for tests: vdev, fake CUDA devices in several orders, and real ones.
 
-``vdev`` computes at once and shows where a tensor is; fake CUDA shows missing waits as well.
+Fake CUDA shows missing waits. ``vdev`` computes at once, hides its memory, and is a device to
+autograd itself, which moves gradients of writes across devices; machines with GPUs skip its tests.
 """
 
 from __future__ import annotations
