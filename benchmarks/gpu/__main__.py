@@ -13,63 +13,36 @@ one thread against a process for each device, the same step in three processes, 
 
 from __future__ import annotations
 
-import copy
-import statistics
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast
-
-import numpy as np
-import torch
+from typing import Any
 
 from benchmarks.gpu import offload
+from benchmarks.gpu.comparisons import compiled, overhead, overlapping, process_each
 from benchmarks.gpu.models import models, two_devices
-from benchmarks.gpu.process import PROCESSES, in_processes, on_device, trained
+from benchmarks.gpu.process import PROCESSES, in_processes
 from benchmarks.gpu.workbench import (
     Workbench,
     arguments,
+    at_random,
     everything_on,
-    in_order,
-    placement,
     save_graphs,
 )
-from benchmarks.record import Record, quartiles
+from benchmarks.record import Record
 from envs.costs.torch_speeds import copy_speed
-from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import cuda_devices, torch_device
-from envs.measured import Failure
-from envs.problem import Problem
 from envs.runtime import calibrated
-from envs.simulator import Simulator
-from envs.torch_runtime.executor import TorchExecutor
-from envs.torch_runtime.worker_executor import WorkerExecutor
-from graphs.extract import Extraction, Workload
-from graphs.extract.placeable import CallGraph
-from graphs.optimizer import Optimizer
-from placer.search.candidate import Candidate
+from graphs.extract import Workload
 from placer.search.compilation import load_compiled_code
 
-PAIRS = 15
-PAIRS_S = 5.0
 RANDOM_SHARES = (0.5, 0.9, 0.97)
 """Shares of the co-location groups that random placements put on the accelerator."""
 PROFILE = "profile"
 INFERENCE = "mixture of experts", "language model"
 COMPARED = "mixture of experts"
 """Model whose step is timed in several processes."""
-OVERLAP_SHARES = (0.5, 0.9)
-OVERLAP_S = 2.0
-"""Seconds of step pairs (copies in line, copies overlapped) for each placement."""
-HALF = 0.5
-PROCESS_SHARES = (0.9, 0.97)
-"""Shares of the groups for placements that one thread drives, and a process for each device."""
-VISITS = 2
-TURNS = 2
-"""Turns of such a placement in each visit of the executor."""
 
 
 def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
@@ -91,14 +64,13 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
         }
         for link in measured.links
     }
-    if cuda_devices():
-        fastest = min(device.bandwidth_bytes_per_s for device in measured.devices)
-        ends = torch_devices.CPU, torch_device(cluster.names[0])
-        pinned = copy_speed(*ends, fastest, pinned=True)
-        found["links"][f"cpu -> {cluster.names[0]}, pinned"] = {
-            "latency_s": pinned.latency_s,
-            "bytes_per_s": pinned.bandwidth_bytes_per_s,
-        }
+    fastest = min(device.bandwidth_bytes_per_s for device in measured.devices)
+    ends = torch_devices.CPU, torch_device(cluster.names[0])
+    pinned = copy_speed(*ends, fastest, pinned=True)
+    found["links"][f"cpu -> {cluster.names[0]}, pinned"] = {
+        "latency_s": pinned.latency_s,
+        "bytes_per_s": pinned.bandwidth_bytes_per_s,
+    }
 
 
 def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
@@ -112,155 +84,14 @@ def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
         state_bytes=sum(t.nbytes for t in {id(t): t for t in state}.values()),
         costs_ns=bench.costs_ns(),
     )
-    rng = np.random.default_rng(0)
     plans = [everything_on(problem, d) for d in range(problem.device_count)]
-    plans += [
-        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
-        for share in RANDOM_SHARES
-    ]
+    plans += at_random(problem, RANDOM_SHARES)
     plans += offload.found_by_search(problem, 2)
     found["rows"] = rows = bench.measured(problem, plans)
     offload.tell(record, rows)
     seen = rows[0]["measured_peak_bytes"].get(problem.cluster.names[0])
     found["peak_was_measured"] = seen is not None
     found["peak_bytes"] = seen or rows[0]["predicted_peak_bytes"][0]
-
-
-def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Time the plain model and the placed module on the accelerator, in pairs."""
-    device = torch_device(cluster.names[0])
-    step, calls = bench.extraction.step, bench.runtime.calls
-    devices = calls.devices_of_calls([device] * len(calls.graph))
-    placed = PlacedModule(replaced(bench, copy.deepcopy(step)), devices)
-    eager, inputs, keywords = on_device(step, device)
-    one = partial(trained, eager, inputs, keywords, [device])
-    other = partial(trained, placed, inputs, keywords, [device])
-    for _ in range(3):
-        one(), other()
-    pairs = min(max(round(PAIRS_S / (one() + other())), 3), PAIRS)
-    seconds = [(one(), other()) for _ in range(pairs)]
-    found["eager"] = quartiles([pair[0] for pair in seconds])
-    found["placed"] = quartiles([pair[1] for pair in seconds])
-    found["placed_over_eager"] = statistics.median(p / e for e, p in seconds)
-
-
-def compiled(
-    bench: Workbench, cluster: Cluster, found: dict[str, Any], backend: str = "inductor"
-) -> None:
-    """Time the plain model on the accelerator with and without ``torch.compile``, in pairs."""
-    device = torch_device(cluster.names[0])
-    eager, inputs, keywords = on_device(bench.extraction.step, device)
-    fast: Any = torch.compile(eager, backend=backend)  # a module, too
-    plain, faster = (partial(trained, one, inputs, keywords, [device]) for one in (eager, fast))
-    for _ in range(3):
-        plain(), faster()
-    pairs = min(max(round(PAIRS_S / (plain() + faster())), 3), PAIRS)
-    seconds = [(plain(), faster()) for _ in range(pairs)]
-    found["eager"] = quartiles([pair[0] for pair in seconds])
-    found["compiled"] = quartiles([pair[1] for pair in seconds])
-    found["compiled_over_eager"] = statistics.median(c / e for e, c in seconds)
-
-
-def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Compare in-line and overlapped copies: random placements, and one for half the memory."""
-    problem = bench.problem()
-    alone = everything_on(problem, 0)
-    peak_bytes = Simulator(problem).run(alone.devices, alone.priority).peak_bytes[0]
-    cramped = bench.problem(int(HALF * peak_bytes))
-    rng = np.random.default_rng(0)
-    plans = [
-        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
-        for share in OVERLAP_SHARES
-    ]
-    plans += [replace(plan, name="half the memory") for plan in offload.found_by_search(cramped, 1)]
-    found["rows"] = [in_pairs(bench, cluster, problem, plan) for plan in plans]
-
-
-def in_pairs(
-    bench: Workbench, cluster: Cluster, problem: Problem, plan: Candidate
-) -> dict[str, Any]:
-    """Time steps of one placement without and with overlap, in turn."""
-    names = [torch_device(name) for name in cluster.names]
-    step, calls = bench.extraction.step, bench.runtime.calls
-    placed = placement(problem, plan)
-    devices = calls.devices_of_calls([names[d] for d in placed.devices])
-    modules = [
-        PlacedModule(
-            replaced(bench, copy.deepcopy(step)),
-            devices,
-            calls.launch_order(placed.priority),
-            overlap=overlap,
-        )
-        for overlap in (False, True)
-    ]
-    inputs, keywords = list(step.inputs), dict(step.keywords)
-    runs = [partial(trained, module, inputs, keywords, names) for module in modules]
-    for run in runs:
-        run()  # compiles and allocates
-    pairs = min(max(round(OVERLAP_S / sum(run() for run in runs)), 3), PAIRS)
-    seconds = [[run() for run in runs] for _ in range(pairs)]
-    in_line, beside = (list(own) for own in zip(*seconds, strict=True))
-    return {
-        "name": plan.name,
-        "transfers": modules[0].transfers,
-        "in line": quartiles(in_line),
-        "overlapping": quartiles(beside),
-        "overlapping_over_in_line": statistics.median(o / i for i, o in seconds),
-    }
-
-
-def process_each(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Compare one thread for all devices with a process for each: steps with SGD, in turns."""
-    step = replace(bench.extraction.step, optimizer=Optimizer.of("sgd"))
-    own = Workbench(step, cluster)
-    problem = own.problem()
-    rng = np.random.default_rng(0)
-    plans = [everything_on(problem, 0)]
-    plans += [
-        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
-        for share in PROCESS_SHARES
-    ]
-    found["rows"] = [one_thread_or_processes(own, problem, plan) for plan in plans]
-
-
-def one_thread_or_processes(bench: Workbench, problem: Problem, plan: Candidate) -> dict[str, Any]:
-    """Time one placement driven by one thread and by a process for each device, never both at once.
-
-    One would slow the other.
-    """
-    placed = placement(problem, plan)
-    calls = cast("CallGraph", bench.runtime.calls)  # not a map of modules
-    seconds: dict[str, list[float]] = {"one thread": [], "processes": []}
-    for _ in range(VISITS):
-        for own_s, kind in zip(seconds.values(), (TorchExecutor, WorkerExecutor), strict=True):
-            with closing(kind(bench.extraction, calls, problem, limits={})) as executor:
-                loaded = executor.load(placed)
-                for _ in range(TURNS):
-                    step = loaded if isinstance(loaded, Failure) else loaded.run()
-                    if isinstance(step, Failure):
-                        return {"name": plan.name, "failure": step.reason}
-                    own_s.append(step.wall_s)
-    one_s, processes_s = (statistics.median(own_s) for own_s in seconds.values())
-    return {
-        "name": plan.name,
-        **{name: quartiles(own_s) for name, own_s in seconds.items()},
-        "processes_over_one_thread": processes_s / one_s,
-    }
-
-
-def replaced(bench: Workbench, step: Workload) -> Extraction:
-    """Return the extraction with another copy of the model."""
-    return replace(bench.extraction, step=step)
-
-
-def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list[int]:
-    """Return a random device for every op, the same for all ops of a co-location group."""
-    devices = (rng.random(problem.op_count) >= share).astype(int)
-    group = problem.graph.group
-    for number in range(int(group.max(initial=-1)) + 1):
-        members = np.flatnonzero(group == number)
-        devices[members] = devices[members[0]]
-    return [int(d) for d in devices]
 
 
 def one_model(
@@ -305,7 +136,8 @@ def main() -> None:
     options = arguments("Everything of torch devices that can be measured.", 460)
     always = {"compiled code", PROFILE} if options.parts else set()
     record = Record(options.out, options.limit, kinds=always | set(options.parts))
-    small = options.small or not cuda_devices()
+    is_real = bool(cuda_devices())
+    small, backend = options.small or not is_real, "inductor" if is_real else "eager"
     benches: dict[str, Workbench] = {}
     with two_devices() as cluster:
         record.part("calibration", partial(calibration, cluster))
@@ -313,13 +145,14 @@ def main() -> None:
         for name, make in models(small=small).items():
             one_model(record, cluster, name, make, benches)
         under_limits(record, cluster, benches)
-        for name in benches if cuda_devices() else ():
-            part = partial(process_each, benches[name], cluster)
+        for name, bench in benches.items():
+            part = partial(process_each, bench, cluster)
             record.part(f"{name}: a process for each device", part)
         again = partial(in_processes, COMPARED, small=small)
         record.part(f"{COMPARED}: in {PROCESSES} processes", again)
-        for name in benches if cuda_devices() else ():
-            record.part(f"{name}: compiled", partial(compiled, benches[name], cluster))
+        for name, bench in benches.items():
+            part = partial(compiled, bench, cluster, backend=backend)
+            record.part(f"{name}: compiled", part)
     record.save()
     measured = {name.rpartition(": ")[2] for name in record.data["parts"]}
     if unknown := set(options.parts) - measured:

@@ -72,6 +72,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in MAKES_DEVICES:
+            if name == "_parse_to" and args and type(args[0]) is int:  # Module.to(0)
+                args = (_named(args[0]), *args[1:])
             return func(*args, **kwargs)
         if (special := self._special.get(name)) is not None:
             return special(*args, **kwargs)
@@ -112,10 +114,10 @@ class FunctionMode(TorchFunctionMode):
             return leaf
 
         if isinstance(kwargs.get("device"), str | int):
-            kwargs["device"] = torch.device(kwargs["device"])
+            kwargs["device"] = _named(kwargs["device"])
         if name in NAMES_DEVICE_FIRST and len(args) > 1:
             if isinstance(args[1], str | int):
-                args = (args[0], torch.device(args[1]), *args[2:])
+                args = (args[0], _named(args[1]), *args[2:])
             elif isinstance(args[1], Tensor):
                 args = (args[0], args[1].device, args[1].dtype, *args[2:])
         if name == "cpu":
@@ -146,3 +148,8 @@ class FunctionMode(TorchFunctionMode):
         if isinstance(tensor, CudaTensor) or isinstance(other, CudaTensor):
             return False
         return torch._has_compatible_shallow_copy_type(tensor, other)
+
+
+def _named(device: str | int) -> torch.device:
+    """Return a device by name or, on CUDA, by number."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

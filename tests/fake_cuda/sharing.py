@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from envs.executors.device_workers import placed_step
 from envs.executors.device_workers.sharing import Handle, Sharing
 from tests.fake_cuda.machine import fake_cuda, machine
 from tests.fake_cuda.memory import GARBAGE
@@ -53,6 +54,14 @@ class FakeSharing(Sharing):
         tensor = opened(path, tuple(shape), dtype, device)
         tensor.place.memory.fill_(GARBAGE)
         return tensor, (opened, (path, tuple(shape), dtype, device))
+
+
+@contextmanager
+def shared_by_processes(memory_bytes: int, devices: int = 1) -> Iterator[None]:
+    """Let all processes that drive GPUs have fake ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_step, "SHARING", FakeSharing(devices, memory_bytes=memory_bytes))
+        yield
 
 
 OWNERS: Final = {"record_stream": CudaTensor, "wait_stream": Stream, "synchronize": torch.cuda}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,12 @@ class CudaTensor(Tensor):
     expected: Tensor
 
     @staticmethod
-    def __new__(cls, expected: Tensor, place: Place) -> CudaTensor:
+    def __new__(
+        cls, expected: Tensor, place: Place | None = None, *, requires_grad: bool = False
+    ) -> CudaTensor:
+        if place is None:  # as type(parameter)(value) makes a parameter
+            assert isinstance(expected, CudaTensor)
+            return cast("CudaTensor", torch.nn.Parameter(expected, requires_grad))
         tensor = Tensor._make_wrapper_subclass(
             cls,
             expected.size(),
@@ -57,7 +62,7 @@ class CudaTensor(Tensor):
         tensor.place = place
         return tensor
 
-    def __init__(self, expected: Tensor, place: Place) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     # torch declares it as a method
