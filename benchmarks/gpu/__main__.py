@@ -1,14 +1,14 @@
-"""All measurements of torch devices, in one file, and the graphs of the models beside it.
+"""All measurements of torch devices, in one file.
 
     python -m benchmarks.gpu --out gpu.json
 
-First the calibration. Then for each model, without a limit of memory: predicted and measured steps
-of everything on one device, of random placements and of search results, with the costs and
-placements that simulate them again (``python -m benchmarks hosts``; the graphs of the models are in
-gpu.graphs.json), and the placed module on one device against the model itself. Then
-benchmarks/gpu/offload.py, limit by limit, copies that overlap with compute against copies in line,
-one thread against a process for each device, the same step in three processes, and
-``torch.compile``. What the time limit does not leave room for is skipped.
+First the calibration. Then the first model: its profile, with the graph, costs and placements that
+simulate all rows again (``python -m benchmarks hosts``); without a limit of memory predicted and
+measured steps of everything on one device, of random placements and of search results; the placed
+module on one device against the model itself; benchmarks/gpu/offload.py, limit by limit; copies
+that overlap with compute against copies in line, one thread against a process for each device, the
+same step in three processes, and ``torch.compile``. Of the other models what benchmarks/gpu/plan.py
+says. What the time limit does not leave room for is skipped.
 """
 
 from __future__ import annotations
@@ -17,32 +17,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu import offload
+from benchmarks.gpu import offload, plan
 from benchmarks.gpu.comparisons import compiled, overhead, overlapping, process_each
 from benchmarks.gpu.models import models, two_devices
-from benchmarks.gpu.process import PROCESSES, in_processes
-from benchmarks.gpu.workbench import (
-    Workbench,
-    arguments,
-    at_random,
-    everything_on,
-    save_graphs,
-)
+from benchmarks.gpu.plan import PROFILE, SHARES
+from benchmarks.gpu.process import in_processes
+from benchmarks.gpu.single_ops import single_ops
+from benchmarks.gpu.workbench import Workbench, arguments, at_random, everything_on
 from benchmarks.record import Record
 from envs.costs.torch_speeds import copy_speed
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import cuda_devices, torch_device
 from envs.runtime import calibrated
-from graphs.extract import Workload
+from graphs.graph_file import graph_to_dict
 from placer.search.compilation import load_compiled_code
 
 RANDOM_SHARES = (0.5, 0.9, 0.97)
 """Shares of the co-location groups that random placements put on the accelerator."""
-PROFILE = "profile"
-INFERENCE = "mixture of experts", "language model"
-COMPARED = "mixture of experts"
-"""Model whose step is timed in several processes."""
 
 
 def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
@@ -73,8 +65,18 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
     }
 
 
+def profiled(bench: Workbench, found: dict[str, Any]) -> None:
+    """Record the graph, which simulates rows again, and the memory that the whole step takes."""
+    found.update(bench.seconds, graph=graph_to_dict(bench.runtime.graph))
+    problem = bench.problem()
+    [alone] = bench.measured(problem, [everything_on(problem, 0)], rounds=1)
+    peak_bytes = alone["measured_peak_bytes"].get(problem.cluster.names[0])
+    found["peak_was_measured"] = bool(peak_bytes)
+    found["peak_bytes"] = peak_bytes or alone["predicted_peak_bytes"][0]
+
+
 def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
-    """Measure placements of the whole step; the accelerator alone tells the memory it takes."""
+    """Measure placements of the whole step."""
     problem = bench.problem()
     state = bench.extraction.step.named_state().values()
     found.update(
@@ -87,72 +89,64 @@ def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
     plans = [everything_on(problem, d) for d in range(problem.device_count)]
     plans += at_random(problem, RANDOM_SHARES)
     plans += offload.found_by_search(problem, 2)
-    found["rows"] = rows = bench.measured(problem, plans)
-    offload.tell(record, rows)
-    seen = rows[0]["measured_peak_bytes"].get(problem.cluster.names[0])
-    found["peak_was_measured"] = seen is not None
-    found["peak_bytes"] = seen or rows[0]["predicted_peak_bytes"][0]
+    found["rows"] = bench.measured(problem, plans)
+    offload.tell(record, found["rows"])
 
 
-def one_model(
-    record: Record,
-    cluster: Cluster,
-    name: str,
-    make: Callable[[], Workload],
-    benches: dict[str, Workbench],
-) -> None:
-    """Extract and profile a model, and measure it without a limit."""
+class Parts:
+    """The parts of all models, whose models are extracted and profiled on the way."""
 
-    def profiled(found: dict[str, Any]) -> None:
-        benches[name] = Workbench(make(), cluster)
-        found.update(benches[name].seconds)
-        if record.out is not None:
-            save_graphs(benches, record.out)
+    def __init__(self, record: Record, cluster: Cluster, *, small: bool, is_real: bool) -> None:
+        self._record = record
+        self._cluster = cluster
+        self._small = small
+        self._is_real = is_real
+        self._benches: dict[str, Workbench] = {}
 
-    record.part(f"{name}: {PROFILE}", profiled)
-    if name in benches:
-        record.part(f"{name}: no limit", partial(no_limit, record, benches[name]))
-        record.part(f"{name}: overhead", partial(overhead, benches[name], cluster))
+    def run(self, model: str, kind: str) -> None:
+        """Measure one part, if its model could be profiled."""
+        if kind == PROFILE or model in self._benches:
+            work = partial(self._work, model, kind)
+            expected_s = 0.0 if self._small else plan.expected_s(model, kind)
+            self._record.part(f"{model}: {kind}", work, expected_s=expected_s)
 
-
-def under_limits(record: Record, cluster: Cluster, benches: dict[str, Workbench]) -> None:
-    """Measure all models under one limit after the other, then inference and overlap."""
-    parts = record.data["parts"]
-    known = {name: parts.get(f"{name}: no limit", {}).get("peak_bytes") for name in benches}
-    for share in offload.SHARES:
-        for name, peak_bytes in known.items():
-            if peak_bytes:
-                part = partial(offload.capped, record, benches[name], peak_bytes, share)
-                record.part(f"{name}: {share:.0%}", part)
-    for name in INFERENCE:
-        if name in benches:
-            part = partial(offload.inference, record, cluster, benches[name].extraction.step)
-            record.part(f"{name}: inference, 50% of the weights", part)
-    for name, bench in benches.items():
-        record.part(f"{name}: overlap", partial(overlapping, bench, cluster))
+    def _work(self, model: str, kind: str, found: dict[str, Any]) -> None:
+        if kind == PROFILE:
+            bench = Workbench(models(small=self._small)[model](), self._cluster)
+            self._benches[model] = bench
+            profiled(bench, found)
+            return
+        record, cluster, bench = self._record, self._cluster, self._benches[model]
+        if kind in SHARES:
+            peak_bytes = record.data["parts"][f"{model}: {PROFILE}"]["peak_bytes"]
+            offload.capped(record, bench, peak_bytes, SHARES[kind], found)
+        backend = "inductor" if self._is_real else "eager"
+        works: dict[str, Callable[[dict[str, Any]], None]] = {
+            plan.NO_LIMIT: partial(no_limit, record, bench),
+            plan.OVERHEAD: partial(overhead, bench, cluster),
+            plan.SINGLE_OPS: partial(single_ops, bench, cluster),
+            plan.INFERENCE: partial(offload.inference, record, cluster, bench.extraction.step),
+            plan.OVERLAP: partial(overlapping, bench, cluster),
+            plan.PROCESS_EACH: partial(process_each, bench, cluster),
+            plan.IN_PROCESSES: partial(in_processes, model, small=self._small),
+            plan.COMPILED: partial(compiled, bench, cluster, backend=backend),
+        }
+        if kind in works:
+            works[kind](found)
 
 
 def main() -> None:
-    options = arguments("Everything of torch devices that can be measured.", 460)
+    options = arguments("Everything of torch devices that can be measured.", plan.LIMIT_S)
+    chosen = options.models or plan.MODELS
     always = {"compiled code", PROFILE} if options.parts else set()
     record = Record(options.out, options.limit, kinds=always | set(options.parts))
     is_real = bool(cuda_devices())
-    small, backend = options.small or not is_real, "inductor" if is_real else "eager"
-    benches: dict[str, Workbench] = {}
     with two_devices() as cluster:
         record.part("calibration", partial(calibration, cluster))
         record.part("compiled code", lambda _: load_compiled_code())
-        for name, make in models(small=small).items():
-            one_model(record, cluster, name, make, benches)
-        under_limits(record, cluster, benches)
-        for name, bench in benches.items():
-            part = partial(process_each, bench, cluster)
-            record.part(f"{name}: a process for each device", part)
-        again = partial(in_processes, COMPARED, small=small)
-        record.part(f"{COMPARED}: in {PROCESSES} processes", again)
-        for name, bench in benches.items():
-            part = partial(compiled, bench, cluster, backend=backend)
-            record.part(f"{name}: compiled", part)
+        parts = Parts(record, cluster, small=options.small or not is_real, is_real=is_real)
+        for model, kind in plan.parts(chosen):
+            parts.run(model, kind)
     record.save()
     measured = {name.rpartition(": ")[2] for name in record.data["parts"]}
     if unknown := set(options.parts) - measured:

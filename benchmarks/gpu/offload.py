@@ -30,7 +30,6 @@ from placer.search.heuristics import first_layers, layer_numbers
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, SearchRequest
 
-SHARES = (0.75, 0.5, 0.3)
 SEARCH_S = 2.0
 LIBRARIES_BYTES = 100 << 20
 """Room for scratch memory of libraries beside the weights; less for models smaller than that."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,8 @@ import numpy as np
 
 from benchmarks.gpu import accelerated
 from benchmarks.gpu.accelerated import Accelerated
+from benchmarks.gpu.models import models
+from benchmarks.gpu.plan import MODELS
 from benchmarks.gpu.rounds import ROUNDS, SLOW_ROUNDS, Contestant, in_rounds, mark_ties
 from benchmarks.record import quartiles
 from envs.hardware.cluster import Cluster
@@ -28,9 +29,7 @@ from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.torch_runtime import TorchExecutor, TorchRuntime
 from envs.torch_runtime.runtime import launch_order
 from graphs.extract import Workload, extract
-from graphs.files import write_whole
 from graphs.graph import GraphArrays
-from graphs.graph_file import graph_to_dict
 from placer.search.candidate import Candidate, Kind
 from placer.search.heuristics import single_device
 
@@ -65,6 +64,7 @@ class Workbench:
         plans: list[Candidate],
         limit_bytes: int | None = None,
         *,
+        rounds: int = ROUNDS,
         beside: Accelerated | None = None,
     ) -> list[dict[str, Any]]:
         """Run candidates in turn; return predictions and measurements of each, ties marked.
@@ -75,7 +75,7 @@ class Workbench:
         placements = [placement(problem, plan) for plan in plans]
         executor = TorchExecutor(self.extraction, self.runtime.calls, problem, limits=limits)
         contestants = [
-            Contestant(partial(_turn, executor, each), SLOW_ROUNDS if plan.name in SLOW else ROUNDS)
+            Contestant(partial(_turn, executor, each), SLOW_ROUNDS if plan.name in SLOW else rounds)
             for plan, each in zip(plans, placements, strict=True)
         ]
 
@@ -84,7 +84,7 @@ class Workbench:
             return other.run()
 
         if beside is not None:
-            contestants.append(Contestant(partial(cleared, beside)))
+            contestants.append(Contestant(partial(cleared, beside), rounds))
         with closing(executor):
             seen = in_rounds(contestants)
         rows = [row(problem, plan, one) for plan, one in zip(plans, seen, strict=False)]
@@ -103,20 +103,6 @@ class Workbench:
             )
             for device in self.cluster.devices
         }
-
-
-def graphs_file(results: Path) -> Path:
-    """Return the file of the graphs of all models, beside a file of results."""
-    return results.with_suffix(".graphs.json")
-
-
-def save_graphs(benches: Mapping[str, Workbench], results: Path) -> None:
-    """Write the graphs of all models: with them rows are simulated again by any version.
-
-    Extraction by another version of torch or of a model may give another graph.
-    """
-    graphs = {name: graph_to_dict(bench.runtime.graph) for name, bench in benches.items()}
-    write_whole(graphs_file(results), json.dumps(graphs) + "\n")
 
 
 def placement(problem: Problem, plan: Candidate) -> Placement:
@@ -228,6 +214,14 @@ def arguments(description: str, limit_s: float) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="KIND",
-        help='only these, such as "no limit", which "75%%" needs, or "overlap"',
+        help='only these, such as "no limit", "75%%" or "overlap"',
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[],
+        choices=models(small=True),
+        metavar="MODEL",
+        help=f"of the first everything, of the others some [{', '.join(MODELS)}]",
     )
     return parser.parse_args()

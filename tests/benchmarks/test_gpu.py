@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,15 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import accelerated, comparisons, offload
+from benchmarks.gpu import accelerated, comparisons, offload, plan
 from benchmarks.gpu.accelerated import Accelerated
 from benchmarks.gpu.models import models, two_devices
 from benchmarks.gpu.process import in_processes, trained
+from benchmarks.gpu.single_ops import single_ops
 from benchmarks.gpu.workbench import Workbench
 from benchmarks.record import Record
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.measured import TimedStep
+from graphs.graph import GraphArrays
+from graphs.graph_file import graph_from_dict
 from tests.helpers.folders import ROOT
 
 torch.set_num_threads(1)
@@ -32,18 +34,20 @@ MODEL = "recommendation"
 @pytest.mark.slow
 def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit", "500"]
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit", "300", "--out", str(out)],
+        [*command, "--models", MODEL, "--out", str(out)],
         cwd=ROOT,
         env={**os.environ, "PLACER_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=600,
     )
-    assert not re.findall(r'"failure": ".+"', out.read_text())
     parts = json.loads(out.read_text())["parts"]
-    assert {name.partition(":")[0] for name in parts} >= {
-        *("calibration", "mixture of experts", "language model", "recommendation", "translation")
-    }
+    assert [name for name, part in parts.items() if "failure" in part] == []
+    assert {*parts} == {"calibration", "compiled code", *(f"{MODEL}: {k}" for k in plan.FIRST)}
+    assert {path.name for path in tmp_path.glob("*.json")} == {out.name}
+    graph = GraphArrays.from_graph(graph_from_dict(parts[f"{MODEL}: {plan.PROFILE}"]["graph"]))
+    assert graph.hash == parts[f"{MODEL}: {plan.NO_LIMIT}"]["graph"]
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +77,17 @@ def test_accelerate_has_turns_in_the_rounds_of_placements(
 
 @pytest.mark.slow
 def test_accelerate_gets_less_weights_until_it_fits(cluster: Cluster) -> None:
-    step = models(small=True)["mixture of experts"]()
+    step = models(small=True)["language model"]()
     state_bytes = sum(tensor.nbytes for tensor in step.named_state().values())
     device = torch_devices.torch_device(cluster.names[0])
-    limit_bytes = int(0.8 * state_bytes)
-    for room, shares in ((1.0, {0.9}), (0.15, {0.7, 0.5, 0.3})):
-        beside = Accelerated(step, cluster, limit_bytes)
-        with torch_devices.limited({device: int(room * limit_bytes)}):
-            done = beside.run()
-        assert isinstance(done, TimedStep)
-        assert beside.shares[0] in shares
+    limit_bytes = int(0.89 * state_bytes)
+    roomy, tight = (Accelerated(step, cluster, limit_bytes) for _ in range(2))
+    assert isinstance(roomy.run(), TimedStep)
+    with torch_devices.limited({device: limit_bytes}):
+        assert isinstance(tight.run(), TimedStep)
+    assert roomy.shares[0] == 0.9
+    assert {*roomy.device_map.values()} == {0, "cpu"}
+    assert tight.shares[0] < 0.9
 
 
 @pytest.mark.slow
@@ -96,6 +101,17 @@ def test_two_ways_to_run_the_model_are_compared(
     assert len(found["eager"]["repeats_s"]) == len(found[other]["repeats_s"]) >= 3
     assert found[f"{other}_over_eager"] > 0
     assert isinstance(found["tied"], bool)
+
+
+@pytest.mark.slow
+def test_single_ops_are_timed_within_the_step(cluster: Cluster, bench: Workbench) -> None:
+    found: dict[str, Any] = {}
+    single_ops(bench, cluster, found)
+    assert len(found["rows"]) == 20
+    times = [row["in_step_s"] for row in found["rows"]]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
+    assert found["profiled_over_in_step"] > 0
 
 
 @pytest.mark.slow
