@@ -23,6 +23,7 @@ from benchmarks.gpu.models import models, two_devices
 from benchmarks.gpu.plan import PROFILE, SHARES
 from benchmarks.gpu.process import in_processes
 from benchmarks.gpu.single_ops import single_ops
+from benchmarks.gpu.table import offload_table
 from benchmarks.gpu.workbench import Workbench, arguments, at_random, everything_on
 from benchmarks.record import Record
 from envs.costs.torch_speeds import copy_speed
@@ -137,6 +138,9 @@ class Parts:
 
 def main() -> None:
     options = arguments("Everything of torch devices that can be measured.", plan.LIMIT_S)
+    if options.table:
+        print(offload_table(options.table).markdown(), end="")
+        return
     chosen = options.models or plan.MODELS
     always = {"compiled code", PROFILE} if options.parts else set()
     record = Record(options.out, options.limit, kinds=always | set(options.parts))

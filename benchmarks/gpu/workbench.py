@@ -224,4 +224,12 @@ def arguments(description: str, limit_s: float) -> argparse.Namespace:
         metavar="MODEL",
         help=f"of the first everything, of the others some [{', '.join(MODELS)}]",
     )
+    parser.add_argument(
+        "--table",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="measure nothing: print the offload table of files of results, the last ones count",
+    )
     return parser.parse_args()
