@@ -76,17 +76,18 @@ class Record:
         """Return the names of the parts that failed."""
         return [name for name, part in self.data["parts"].items() if "failure" in part]
 
-    def part(self, name: str, work: Part) -> Table | None:
+    def part(self, name: str, work: Part, *, expected_s: float = 0.0) -> Table | None:
         """Run one part and return its table; report and record its failure.
 
-        The part is skipped if the longest part of its kind so far took longer than the time left.
+        The part is skipped if it is expected to take longer than the time left, or the longest part
+        of its kind so far did.
         """
         kind = name.rpartition(": ")[2]
         if self.kinds and kind not in self.kinds:
             return None
         found: dict[str, Any] = {}
         self.data["parts"][name] = found
-        if why := self._why_not(kind):
+        if why := self._why_not(kind, expected_s):
             found["skipped"] = why
             self.say(f"{name}: {why}")
             return None
@@ -103,13 +104,13 @@ class Record:
         self.save()
         return table
 
-    def _why_not(self, kind: str) -> str:
-        left_s, longest_s = self.left_s, self.longest_s.get(kind, 0.0)
+    def _why_not(self, kind: str, expected_s: float) -> str:
+        left_s, longest_s = self.left_s, max(self.longest_s.get(kind, 0.0), expected_s)
         if left_s <= 0:
             return f"the limit of {self.limit_s:.0f} s was reached"
         if longest_s > left_s:
             return (
-                f"such a part took {longest_s:.0f} s, and {left_s:.0f} s of the limit of "
+                f"such a part takes {longest_s:.0f} s, and {left_s:.0f} s of the limit of "
                 f"{self.limit_s:.0f} s were left"
             )
         return ""

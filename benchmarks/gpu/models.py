@@ -1,4 +1,4 @@
-"""Models for benchmarks on torch devices, and a fake second device for machines without CUDA."""
+"""Models for benchmarks on torch devices, and a fake GPU for machines without one."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from graphs.extract import Workload
 from graphs.models import Dlrm, DlrmConfig, Moe, MoeConfig, Nmt, NmtConfig
 from placer.sources import huggingface
 
-FAKE_MEMORY = {"vdev:0": 8 << 30}
-FAKE_LINK_BYTES_PER_S = 1e9
-"""Slower than copies within the host, so that placement matters."""
+FAKE_BYTES = 8 << 30
 
 
 @contextlib.contextmanager
 def two_devices() -> Iterator[Cluster]:
-    """Yield the first CUDA device and the host, or a fake device of the tests and the host.
+    """Yield the first CUDA device and the host, or a fake GPU of the tests and the host.
 
-    The fake one also computes on the CPU; copies from and to it are slowed down. The host is
-    ``cpu``, not a pinned core: these benchmarks run placements on torch devices.
+    The fake one computes on the CPU, in streams with an order of its own, under limits of memory.
+    The host is ``cpu``, not a pinned core: these benchmarks run placements on torch devices.
     """
     if cuda_devices():
         yield discover("cuda:0,cpu")
         return
     sys.path.append(str(Path(__file__).parents[2]))
-    fake = importlib.import_module("tests.helpers.vdev")
-    with fake.vdev(FAKE_LINK_BYTES_PER_S):
-        yield discover("vdev:0,cpu", FAKE_MEMORY)
+    fake = importlib.import_module("tests.fake_cuda")
+    sharing = importlib.import_module("tests.fake_cuda.sharing")
+    with fake.fake_cuda(memory_bytes=FAKE_BYTES), sharing.shared_by_processes(FAKE_BYTES):
+        yield discover("cuda:0,cpu")
 
 
 def models(*, small: bool) -> dict[str, Callable[[], Workload]]:

@@ -1,4 +1,4 @@
-"""Training steps of a model on one device, in a process of their own; prints their quartiles.
+"""Training steps of a model on one device, in a process of its own, one for each line it reads.
 
 python -m benchmarks.gpu.process "mixture of experts"
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
+from subprocess import PIPE
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.models import models, two_devices
+from benchmarks.gpu.rounds import Contestant, in_rounds, mark_ties
 from benchmarks.record import quartiles
 from envs.hardware import torch_devices
 from envs.hardware.torch_devices import torch_device
+from envs.measured import TimedStep
 from graphs.extract import Workload
 from graphs.workload import LossModule
 
@@ -59,18 +63,45 @@ def on_device(step: Workload, device: torch.device) -> tuple[LossModule, list[An
 
 
 def in_processes(name: str, found: dict[str, Any], *, small: bool) -> None:
-    """Time the same step in several processes, one after the other."""
+    """Time the same step in several processes, in turns, never two at once."""
     command = [sys.executable, "-m", "benchmarks.gpu.process", name, *["--small"] * small]
-    found["runs"] = runs = [
-        json.loads(
-            subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, text=True, timeout=LONGEST_S
-            ).stdout
-        )
-        for _ in range(PROCESSES)
-    ]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True))
+            for _ in range(PROCESSES)
+        ]
+
+        def end() -> None:
+            for process in processes:
+                process.kill()
+
+        stack.callback(end)
+        late = threading.Timer(LONGEST_S, end)
+        stack.callback(late.cancel)
+        late.start()
+        for process in processes:
+            _line(process)  # it is ready
+        turns = [Contestant(partial(_turn, process), STEPS) for process in processes]
+        seen = in_rounds(turns)
+    found["runs"] = runs = [quartiles(one.wall_s) for one in seen]
+    mark_ties(runs, seen)
     medians_s = [run["median_s"] for run in runs]
     found["slowest_over_fastest"] = max(medians_s) / min(medians_s)
+
+
+def _turn(process: subprocess.Popen[str]) -> TimedStep:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return TimedStep(wall_s=float(_line(process)))
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a process ended, or was not done after {LONGEST_S:.0f} s")
+    return line
 
 
 def main() -> None:
@@ -83,8 +114,11 @@ def main() -> None:
         step = models(small=options.small)[options.model]()
         module, inputs, keywords = on_device(step, device)
         run = partial(trained, module, inputs, keywords, [device])
-        seconds = [run() for _ in range(WARM_UP + STEPS)][WARM_UP:]
-    print(json.dumps(quartiles(seconds)))
+        for _ in range(WARM_UP):
+            run()
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            print(run(), flush=True)
 
 
 if __name__ == "__main__":

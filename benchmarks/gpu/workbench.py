@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu import accelerated
+from benchmarks.gpu.accelerated import Accelerated
+from benchmarks.gpu.models import models
+from benchmarks.gpu.plan import MODELS
+from benchmarks.gpu.rounds import ROUNDS, SLOW_ROUNDS, Contestant, in_rounds, mark_ties
 from benchmarks.record import quartiles
-from envs.backend import measurements
 from envs.hardware.cluster import Cluster
-from envs.measured import Measured
-from envs.measurement import Measurement, tied
+from envs.measured import Failure, TimedStep
+from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated, costed
@@ -24,13 +29,12 @@ from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.torch_runtime import TorchExecutor, TorchRuntime
 from envs.torch_runtime.runtime import launch_order
 from graphs.extract import Workload, extract
-from graphs.files import write_whole
 from graphs.graph import GraphArrays
-from graphs.graph_file import graph_to_dict
 from placer.search.candidate import Candidate, Kind
 from placer.search.heuristics import single_device
 
-ROUNDS = 7
+SLOW = ("all on cpu", "random, 50% of groups")
+"""Rows that take much of the time and are never the fastest: they have ``SLOW_ROUNDS`` rounds."""
 
 
 class Workbench:
@@ -55,19 +59,38 @@ class Workbench:
         return Problem.of(self.arrays, self.runtime.planned(cluster))
 
     def measured(
-        self, problem: Problem, plans: list[Candidate], limit_bytes: int | None = None
+        self,
+        problem: Problem,
+        plans: list[Candidate],
+        limit_bytes: int | None = None,
+        *,
+        rounds: int = ROUNDS,
+        beside: Accelerated | None = None,
     ) -> list[dict[str, Any]]:
-        """Run candidates in turn; return predictions and measurements of each, ties marked."""
+        """Run candidates in turn; return predictions and measurements of each, ties marked.
+
+        The model as accelerate runs it may have turns in the same rounds; its row is the last.
+        """
         limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
         placements = [placement(problem, plan) for plan in plans]
         executor = TorchExecutor(self.extraction, self.runtime.calls, problem, limits=limits)
-        with Measured(executor, rounds=ROUNDS, warm_up=0) as backend:
-            seen = measurements(backend.evaluate(placements))
-        rows = [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
-        if ran := [one for one in seen if one.ok]:
-            fastest = min(ran, key=lambda one: one.median_s)
-            for each, one in zip(rows, seen, strict=True):
-                each["tied_with_fastest"] = one.ok and tied(one, fastest)
+        contestants = [
+            Contestant(partial(_turn, executor, each), SLOW_ROUNDS if plan.name in SLOW else rounds)
+            for plan, each in zip(plans, placements, strict=True)
+        ]
+
+        def cleared(other: Accelerated) -> TimedStep | Failure:
+            executor.clear()  # its weights take the memory of the others
+            return other.run()
+
+        if beside is not None:
+            contestants.append(Contestant(partial(cleared, beside), rounds))
+        with closing(executor):
+            seen = in_rounds(contestants)
+        rows = [row(problem, plan, one) for plan, one in zip(plans, seen, strict=False)]
+        if beside is not None:
+            rows.append(accelerated_row(beside, seen[-1]))
+        mark_ties(rows, seen)
         return rows
 
     def costs_ns(self) -> dict[str, str]:
@@ -80,20 +103,6 @@ class Workbench:
             )
             for device in self.cluster.devices
         }
-
-
-def graphs_file(results: Path) -> Path:
-    """Return the file of the graphs of all models, beside a file of results."""
-    return results.with_suffix(".graphs.json")
-
-
-def save_graphs(benches: Mapping[str, Workbench], results: Path) -> None:
-    """Write the graphs of all models: with them rows are simulated again by any version.
-
-    Extraction by another version of torch or of a model may give another graph.
-    """
-    graphs = {name: graph_to_dict(bench.runtime.graph) for name, bench in benches.items()}
-    write_whole(graphs_file(results), json.dumps(graphs) + "\n")
 
 
 def placement(problem: Problem, plan: Candidate) -> Placement:
@@ -118,11 +127,33 @@ def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
         "transfers": len(schedule.transfers.edge),
         "predicted_s": schedule.step_ns / 1e9,
         "predicted_peak_bytes": schedule.peak_bytes.tolist(),
+        **measured_part(seen),
+    }
+
+
+def measured_part(seen: Measurement) -> dict[str, Any]:
+    """Return the entries of a row that were measured."""
+    return {
         "measured_peak_bytes": dict(seen.peak_memory_bytes),
         "measured_reserved_bytes": dict(seen.reserved_memory_bytes),
         "failure": seen.failure,
         **quartiles(seen.wall_s),
     }
+
+
+def accelerated_row(beside: Accelerated, seen: Measurement) -> dict[str, Any]:
+    """Return the measurement of the model as accelerate runs it."""
+    return {
+        "name": accelerated.NAME,
+        "share": beside.shares[0] if beside.shares else None,
+        "device_map": beside.device_map if beside.shares else None,
+        **measured_part(seen),
+    }
+
+
+def _turn(executor: TorchExecutor, placed: Placement) -> TimedStep | Failure:
+    loaded = executor.load(placed)
+    return loaded if isinstance(loaded, Failure) else loaded.run()
 
 
 def limited(cluster: Cluster, limit_bytes: int) -> Cluster:
@@ -146,13 +177,26 @@ def in_order(problem: Problem, name: str, devices: Any) -> Candidate:
     return Candidate(kind=Kind.OTHER, name=name, devices=devices, priority=rank, step_ns=step_ns)
 
 
+def at_random(problem: Problem, shares: Sequence[float]) -> list[Candidate]:
+    """Return random placements with these shares of the co-location groups on the accelerator."""
+    rng = np.random.default_rng(0)
+    group, found = problem.graph.group, []
+    for share in shares:
+        devices = (rng.random(problem.op_count) >= share).astype(np.int32)
+        for number in range(int(group.max(initial=-1)) + 1):
+            members = np.flatnonzero(group == number)
+            devices[members] = devices[members[0]]
+        found.append(in_order(problem, f"random, {share:.0%} of groups", devices))
+    return found
+
+
 def summary(row: dict[str, Any]) -> str:
     """Return a one-line summary of a row."""
     if row["failure"] or "median_s" not in row:
         return f"{row['name']} failed: {row['failure'][:80]}"
-    measured_ms, predicted_ms = row["median_s"] * 1e3, row["predicted_s"] * 1e3
+    predicted = f", predicted {row['predicted_s'] * 1e3:.1f} ms" if "predicted_s" in row else ""
     tie = ", tied with the fastest" if row["tied_with_fastest"] else ""
-    return f"{row['name']}: {measured_ms:.1f} ms, predicted {predicted_ms:.1f} ms{tie}"
+    return f"{row['name']}: {row['median_s'] * 1e3:.1f} ms{predicted}{tie}"
 
 
 def arguments(description: str, limit_s: float) -> argparse.Namespace:
@@ -170,6 +214,22 @@ def arguments(description: str, limit_s: float) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="KIND",
-        help='only these, such as "no limit", which "75%%" needs, or "overlap"',
+        help='only these, such as "no limit", "75%%" or "overlap"',
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[],
+        choices=models(small=True),
+        metavar="MODEL",
+        help=f"of the first everything, of the others some [{', '.join(MODELS)}]",
+    )
+    parser.add_argument(
+        "--table",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="measure nothing: print the offload table of files of results, the last ones count",
     )
     return parser.parse_args()

@@ -24,7 +24,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu.workbench import graphs_file
+from benchmarks.gpu.plan import PROFILE
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from envs.costs.roofline import roofline_costs
@@ -126,11 +126,10 @@ def graph_of(model: str) -> nx.DiGraph[str]:
     return placeable(extract(models(small=False)[model]())).graph
 
 
-def recorded_graph(file: str, model: str) -> nx.DiGraph[str] | None:
-    """Return the graph of a model as it was recorded beside a file, None if it was not."""
-    path = graphs_file(FOLDER / f"{file}.json")
-    graphs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return graph_from_dict(graphs[model]) if model in graphs else None
+def recorded_graph(parts: Mapping[str, Any], model: str) -> nx.DiGraph[str] | None:
+    """Return the graph of a model as it was recorded, None if it was not."""
+    graph = parts.get(f"{model}: {PROFILE}", {}).get("graph")
+    return None if graph is None else graph_from_dict(graph)
 
 
 def scaled(times_s: NDArray[np.float64], least_s: float, sum_s: float) -> NDArray[np.float64]:
@@ -278,12 +277,12 @@ def again(file: str, found: dict[str, Any]) -> Table:
         model, _, what = part.partition(": ")
         if what == "no limit":
             try:
-                graph = recorded_graph(file, model)
+                graph = recorded_graph(parts, model)
                 problem = costed(
                     graph_of(model) if graph is None else graph, machine(file), content["costs_ns"]
                 )
                 if graph is not None and problem.graph.hash != content["graph"]:
-                    raise ValueError("another graph was recorded beside it")
+                    raise ValueError("another graph was recorded with it")
             except ValueError as error:
                 lost.append(f"{model} ({error})")
                 continue

@@ -1,63 +1,160 @@
-"""The benchmark of torch devices; without a GPU it uses a fake device."""
+"""The benchmark of a GPU beside a CPU; without a GPU it uses a fake one."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import compiled
-from benchmarks.gpu.process import trained
+from benchmarks.gpu import accelerated, comparisons, offload, plan
+from benchmarks.gpu.accelerated import Accelerated
+from benchmarks.gpu.models import models, two_devices
+from benchmarks.gpu.process import in_processes, trained
+from benchmarks.gpu.single_ops import single_ops
 from benchmarks.gpu.workbench import Workbench
+from benchmarks.record import Record
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
-from graphs.extract import Workload
+from envs.measured import TimedStep
 from graphs.graph import GraphArrays
 from graphs.graph_file import graph_from_dict
 from tests.helpers.folders import ROOT
+
+torch.set_num_threads(1)
+MODEL = "recommendation"
 
 
 @pytest.mark.slow
 def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit", "500"]
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit", "300", "--out", str(out)],
+        [*command, "--models", MODEL, "--out", str(out)],
         cwd=ROOT,
         env={**os.environ, "PLACER_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=600,
     )
-    assert not re.findall(r'"failure": ".+"', out.read_text())
     parts = json.loads(out.read_text())["parts"]
-    assert {name.partition(":")[0] for name in parts} >= {
-        *("calibration", "mixture of experts", "language model", "recommendation", "translation")
-    }
-    graphs = json.loads((tmp_path / "gpu.graphs.json").read_text())
-    for name, graph in graphs.items():
-        found = GraphArrays.from_graph(graph_from_dict(graph))
-        assert found.hash == parts[f"{name}: no limit"]["graph"]
-    assert len(graphs) == 4
-    runs = parts["mixture of experts: in 3 processes"]["runs"]
-    assert [len(run["repeats_s"]) for run in runs] == [15] * 3
+    assert [name for name, part in parts.items() if "failure" in part] == []
+    assert {*parts} == {"calibration", "compiled code", *(f"{MODEL}: {k}" for k in plan.FIRST)}
+    assert {path.name for path in tmp_path.glob("*.json")} == {out.name}
+    graph = GraphArrays.from_graph(graph_from_dict(parts[f"{MODEL}: {plan.PROFILE}"]["graph"]))
+    assert graph.hash == parts[f"{MODEL}: {plan.NO_LIMIT}"]["graph"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with two_devices() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def bench(cluster: Cluster) -> Workbench:
+    return Workbench(models(small=True)[MODEL](), cluster)
 
 
 @pytest.mark.slow
-def test_the_compiled_model_is_timed_beside_the_plain_one() -> None:
-    step = Workload.of(torch.nn.Linear(8, 8), (torch.ones(4, 8),) * 2, torch.nn.MSELoss())
-    bench = cast("Workbench", SimpleNamespace(extraction=SimpleNamespace(step=step)))
-    cluster = cast("Cluster", SimpleNamespace(names=["cpu"]))
+def test_accelerate_has_turns_in_the_rounds_of_placements(
+    cluster: Cluster, bench: Workbench
+) -> None:
     found: dict[str, Any] = {}
-    compiled(bench, cluster, found, backend="eager")
-    assert len(found["eager"]["repeats_s"]) == len(found["compiled"]["repeats_s"]) >= 3
-    assert found["compiled_over_eager"] > 0
+    offload.inference(Record(), cluster, bench.extraction.step, found)
+    own, *placed, beside = found["rows"]
+    assert own["name"] == "all on cpu"
+    assert beside["name"] == accelerated.NAME
+    assert beside["device_map"]
+    assert [len(row["repeats_s"]) for row in found["rows"]] == [3, *[7] * len(placed), 7]
+    assert any(row["tied_with_fastest"] for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_accelerate_gets_less_weights_until_it_fits(cluster: Cluster) -> None:
+    step = models(small=True)["language model"]()
+    state_bytes = sum(tensor.nbytes for tensor in step.named_state().values())
+    device = torch_devices.torch_device(cluster.names[0])
+    limit_bytes = int(0.89 * state_bytes)
+    roomy, tight = (Accelerated(step, cluster, limit_bytes) for _ in range(2))
+    assert isinstance(roomy.run(), TimedStep)
+    with torch_devices.limited({device: limit_bytes}):
+        assert isinstance(tight.run(), TimedStep)
+    assert roomy.shares[0] == 0.9
+    assert {*roomy.device_map.values()} == {0, "cpu"}
+    assert tight.shares[0] < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [comparisons.overhead, comparisons.compiled])
+def test_two_ways_to_run_the_model_are_compared(
+    cluster: Cluster, bench: Workbench, part: Any
+) -> None:
+    found: dict[str, Any] = {}
+    part(bench, cluster, found, **({"backend": "eager"} if part is comparisons.compiled else {}))
+    other = "compiled" if part is comparisons.compiled else "placed"
+    assert len(found["eager"]["repeats_s"]) == len(found[other]["repeats_s"]) >= 3
+    assert found[f"{other}_over_eager"] > 0
+    assert isinstance(found["tied"], bool)
+
+
+@pytest.mark.slow
+def test_single_ops_are_timed_within_the_step(cluster: Cluster, bench: Workbench) -> None:
+    found: dict[str, Any] = {}
+    single_ops(bench, cluster, found)
+    assert len(found["rows"]) == 20
+    times = [row["in_step_s"] for row in found["rows"]]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
+    assert found["profiled_over_in_step"] > 0
+
+
+@pytest.mark.slow
+def test_copies_in_line_and_overlapped_are_compared(cluster: Cluster, bench: Workbench) -> None:
+    found: dict[str, Any] = {}
+    comparisons.overlapping(bench, cluster, found)
+    names = [row["name"] for row in found["rows"]]
+    assert names == ["random, 50% of groups", "random, 90% of groups", "half the memory"]
+    for row in found["rows"]:
+        assert len(row["in line"]["repeats_s"]) == len(row["overlapping"]["repeats_s"]) >= 3
+        assert row["overlapping_over_in_line"] > 0
+        assert isinstance(row["tied"], bool)
+
+
+@pytest.mark.slow
+def test_one_thread_and_a_process_for_each_device_are_compared(
+    cluster: Cluster, bench: Workbench
+) -> None:
+    found: dict[str, Any] = {}
+    comparisons.process_each(bench, cluster, found)
+    assert [row["name"] for row in found["rows"]] == ["all on cuda:0", "random, 97% of groups"]
+    for row in found["rows"]:
+        assert len(row["one thread"]["repeats_s"]) == len(row["processes"]["repeats_s"]) == 4
+        assert isinstance(row["tied"], bool)
+
+
+@pytest.mark.slow
+def test_three_processes_run_the_same_step_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+    found: dict[str, Any] = {}
+    in_processes(MODEL, found, small=True)
+    assert [len(run["repeats_s"]) for run in found["runs"]] == [15] * 3
+    assert any(run["tied_with_fastest"] for run in found["runs"])
+    assert found["slowest_over_fastest"] >= 1
+
+
+@pytest.mark.slow
+def test_the_baseline_is_tried_under_the_limit(bench: Workbench) -> None:
+    problem = bench.problem()
+    devices = offload.layers_that_fit(bench, 2_000_000, 1_500_000)
+    assert 0 < (devices == 0).sum() < problem.op_count
+    assert offload.fits(bench, problem, devices, 1_500_000)
 
 
 def test_a_timed_step_ends_when_all_devices_are_done(monkeypatch: pytest.MonkeyPatch) -> None:

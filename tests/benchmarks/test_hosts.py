@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
 
-from benchmarks.gpu.workbench import Workbench, graphs_file, save_graphs
 from benchmarks.machine import hosts
 from benchmarks.machine.hosts import (
     FILES,
@@ -29,6 +27,7 @@ from benchmarks.machine.hosts import (
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.graph_file import graph_to_dict
 
 
 def chain_graph() -> nx.DiGraph[str]:
@@ -115,7 +114,7 @@ def test_recorded_placements_are_simulated_with_recorded_and_fitted_costs() -> N
         costed(chain_graph(), machine(), {"cuda:0": " ".join(7 * ["1"])})
 
 
-def test_rows_are_simulated_again_with_the_graph_that_was_recorded_beside_them(
+def test_rows_are_simulated_again_with_the_graph_that_was_recorded_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, file = chain_graph(), tmp_path / "new.json"
@@ -130,9 +129,7 @@ def test_rows_are_simulated_again_with_the_graph_that_was_recorded_beside_them(
         "rows": rows,
     }
     parts = {"calibration": parts_of("2026-11-20-h200-gpu")["calibration"]}
-    file.write_text(json.dumps({"parts": parts | {"chain: no limit": content}}))
-    bench = cast("Workbench", SimpleNamespace(runtime=SimpleNamespace(graph=graph)))
-    save_graphs({"chain": bench}, file)
+    parts |= {"chain: no limit": content}
     made: list[str] = []
 
     def extracted(model: str) -> nx.DiGraph[str]:
@@ -142,22 +139,21 @@ def test_rows_are_simulated_again_with_the_graph_that_was_recorded_beside_them(
     monkeypatch.setattr(hosts, "FOLDER", tmp_path)
     monkeypatch.setattr(hosts, "graph_of", extracted)
 
-    def again() -> dict[str, Any]:
+    def again(graph: nx.DiGraph[str] | None) -> dict[str, Any]:
+        profile = {} if graph is None else {"graph": graph_to_dict(graph)}
+        file.write_text(json.dumps({"parts": {"chain: profile": profile, **parts}}))
         found: dict[str, Any] = {}
         hosts.again("new", found)
         return found
 
-    with_graph = again()
+    with_graph = again(graph)
     assert not made
     assert len(with_graph["reruns"]) == 2
-    graphs_file(file).unlink()
-    assert again() == with_graph
+    assert again(None) == with_graph
     assert made == ["chain"], "extracted anew where none was recorded"
     other = chain_graph()
     other.remove_node("op7")
     add_op(other, "op9", cost_s={"*": 1e-3}, module="", output_bytes=8)
-    bench.runtime.graph = other
-    save_graphs({"chain": bench}, file)
-    lost = again()
-    assert lost["not_made_again"] == ["chain (another graph was recorded beside it)"]
+    lost = again(other)
+    assert lost["not_made_again"] == ["chain (another graph was recorded with it)"]
     assert not lost["reruns"]

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
+from envs.executors.device_workers import placed_step
 from envs.executors.device_workers.sharing import Handle, Sharing
 from tests.fake_cuda.machine import fake_cuda, machine
 from tests.fake_cuda.memory import GARBAGE
@@ -50,6 +52,14 @@ class FakeSharing(Sharing):
         tensor = opened(path, tuple(shape), dtype, device)
         tensor.place.memory.fill_(GARBAGE)
         return tensor, (opened, (path, tuple(shape), dtype, device))
+
+
+@contextmanager
+def shared_by_processes(memory_bytes: int, devices: int = 1) -> Iterator[None]:
+    """Let all processes that drive GPUs have fake ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_step, "SHARING", FakeSharing(devices, memory_bytes=memory_bytes))
+        yield
 
 
 def opened(

@@ -363,3 +363,19 @@ def test_gaps_in_segments_count_as_reserved_and_may_be_too_small(machine: Machin
     joined = made(4, 6)
     assert set(joined.tolist()) == {6}
     assert torch.cuda.memory_reserved(FIRST) == 8 * kilo
+
+
+def test_devices_have_numbers() -> None:
+    with fake_cuda(2):
+        assert torch.ones(2).to(1).device == torch.device("cuda", 1)
+        assert torch.zeros(2, device=1).device == torch.device("cuda", 1)
+        assert nn.Linear(2, 2).to(1).weight.device == torch.device("cuda", 1)
+
+
+def test_the_type_of_a_parameter_makes_a_parameter() -> None:
+    with fake_cuda():
+        before = nn.Parameter(torch.ones(2, device="cuda"))
+        made = type(before)(torch.zeros(2, device="cuda"), requires_grad=False)
+        assert isinstance(made, nn.Parameter)
+        assert made.is_cuda
+        assert not made.requires_grad
