@@ -136,8 +136,9 @@ class Link:
 
     ``sharing`` says which transfers queue behind each other: "none" (never), "egress" (one queue
     per sender; half duplex: one port per device for both directions), "pair" (one per ordered pair;
-    half duplex: per unordered pair), "bus" (one for all). Where two links name the same pair, the
-    first listed counts.
+    half duplex: per unordered pair), "bus" (one for all; links that name the same ``bus`` share
+    it). Where two links name the same pair, the first listed counts. Transfers from and to
+    page-locked memory have a bandwidth of their own, 0 if it is not known.
 
     Devices of one list in ``ports`` share a port, such as the network card of their node; every
     other device has its own. A port then takes the place of the device: it is one sender, one
@@ -155,8 +156,8 @@ class Link:
     one_way: bool = False
     ports: tuple[tuple[str, ...], ...] = ()
     ingress: bool = False
-    bus: str = ""  # with "bus": links that name the same one share it
-    pinned_bandwidth_bytes_per_s: float = 0.0  # from or to page-locked memory; 0: not known
+    bus: str = ""
+    pinned_bandwidth_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"link between {', '.join(self.between) or 'nothing'}"
@@ -171,10 +172,9 @@ class Link:
         check_printable(self.bus, f"{where}: bus")
         self._check_ports(where)
         if self.ingress and not (self.sharing == "egress" and self.full_duplex):
-            raise ValueError(
-                f'{where}: ingress is for full-duplex links with sharing = "egress"; '
-                "others have no queue of their own for what comes in"
-            )
+            raise ValueError(f'{where}: ingress is for full-duplex links with sharing = "egress"')
+        if self.bus and self.sharing != "bus":
+            raise ValueError(f'{where}: bus is for links with sharing = "bus"')
 
     def _check_ports(self, where: str) -> None:
         joined = set(self.between)

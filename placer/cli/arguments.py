@@ -342,9 +342,7 @@ def check_model_options(
 ) -> None:
     """Check that the options of :func:`add_model` and the devices suit the target."""
     if args.inference and args.optimizer != NONE:
-        raise UsageError(
-            "inference has no gradients for an optimizer: leave --optimizer or --inference out"
-        )
+        raise UsageError("inference has no gradients for an optimizer: leave --optimizer out")
     cluster = getattr(args, "cluster", None)
     if cluster is not None and (args.devices is not None or getattr(args, "memory", None)):
         raise UsageError(

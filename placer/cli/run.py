@@ -122,16 +122,12 @@ def run(args: argparse.Namespace) -> int:
     """Run this process's part of the training, or infer if the placement is of inference."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         exit_with(os.getppid())
-    request = _request(args)
     from envs.placement import Placement
 
     with usage_errors():
         placement = Placement.load(args.placement)
     take_mode(args, placement)
-    if not args.inference:
-        return _train(args, request)
-    _check_inference(args)
-    return _infer(args, placement)
+    return _infer(args, placement) if args.inference else _train(args, _request(args))
 
 
 def _train(args: argparse.Namespace, request: RunRequest) -> int:
@@ -164,8 +160,6 @@ def _train(args: argparse.Namespace, request: RunRequest) -> int:
 
 
 def _request(args: argparse.Namespace) -> RunRequest:
-    if args.inference:
-        _check_inference(args)
     if args.resume and args.checkpoint is None:
         raise UsageError("--resume continues from a checkpoint: give --checkpoint, too")
     if args.checkpoint_every is not None and args.checkpoint is None:
@@ -222,16 +216,12 @@ def _print(trained: Trained) -> None:
         print(f"{name}: {value:.6g}")
 
 
-def _check_inference(args: argparse.Namespace) -> None:
-    """Raise UsageError for what only a training step can have."""
+def _infer(args: argparse.Namespace, placement: Placement) -> int:
+    """Run forward passes of the placed model in this process and print their median time."""
     if args.sync or args.checkpoint or args.checkpoint_every or args.resume or args.save:
         raise UsageError("--sync, --checkpoint, --resume and --save are for training")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("inference runs in one process: start it without torchrun")
-
-
-def _infer(args: argparse.Namespace, placement: Placement) -> int:
-    """Run forward passes of the placed model in this process and print their median time."""
     import torch
 
     from envs.hardware.torch_devices import synchronize

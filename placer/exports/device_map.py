@@ -42,6 +42,7 @@ ON_ONE: Final = (
     "most work of every module was placed on one device, and a device_map places whole modules; "
     "placer.apply keeps the placement's gain"
 )
+ALL_ON_ONE: Final = "the placement is on one device; placer.device_map plans a map for several"
 
 
 def device_map(placed: PlacedModules) -> FormatOutput:
@@ -58,7 +59,9 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     devices = _merged(placed.model, units.devices())
     run = units.run(units.devices())
     used = set(devices.values())
-    remedy = (units.reason or ON_ONE) if len(used) == 1 < len(placed_on) else ""
+    remedy = ""
+    if len(used) == 1:
+        remedy = ALL_ON_ONE if len(placed_on) == 1 else units.reason or ON_ONE
     if HOST in used and len(used) > 1:
         if main_device != HOST and placed.step.training:
             raise ExportError(

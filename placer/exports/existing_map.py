@@ -178,7 +178,11 @@ def _of_modules(extraction: Extraction, tensors: Mapping[str, str]) -> dict[str,
                 f"{homes[parent(name)]}: in a graph of modules a module has one device itself"
             )
     units = zip(extraction.graph, extraction.units, strict=True)
-    return {op: homes[unit.call.path] for op, unit in units if unit.call.path in homes}
+    return {
+        op: homes[unit.call.path]
+        for op, unit in units
+        if unit.call.path in homes and unit.call.number >= 0  # the loss is in no module
+    }
 
 
 def _inherited(graph: GraphArrays, devices: NDArray[np.int64], i: int) -> int:

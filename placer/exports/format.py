@@ -23,10 +23,6 @@ from placer.exports.placed_modules import PlacedModules, call_keys
 
 SMALLEST_CHANGE: Final = 0.01
 """Relative difference below which two step times count as equal."""
-LEFT_UNPLACED: Final = (
-    "the placement leaves the model unplaced, on one device; placer.device_map plans a map for "
-    "several"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +208,7 @@ def export_extracted(
         op_count=len(placed.ops) + len(placed.backward),
         moved_op_count=len(placed.moved_ops(runs_on)),
         placed_on=placement.device_names,
-        remedy=output.remedy or (LEFT_UNPLACED if placement.unplaced else ""),
+        remedy=output.remedy,
     )
     if predictor is None:
         return result

@@ -6,6 +6,7 @@ else than the model does in eager mode, or if it holds for the example inputs on
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,8 @@ class ModelPass:
 def model_pass(step: Workload) -> ModelPass:
     """Return the exported forward pass of a step's model, else that of a recorded step."""
     for attempt in (_exported, _recorded):
-        try:
+        with contextlib.suppress(ExtractionError):
             return attempt(step)
-        except Exception:  # noqa: BLE001  # extract says what prevents it
-            continue
     return ModelPass(program=None)
 
 

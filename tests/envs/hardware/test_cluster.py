@@ -68,7 +68,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             bandwidth_bytes_per_s=draw(BANDWIDTHS),
             pinned_bandwidth_bytes_per_s=draw(st.just(0.0) | BANDWIDTHS),
             sharing=sharing,
-            bus=draw(st.sampled_from(["", "host"])),
+            bus="host" if sharing == "bus" and draw(st.booleans()) else "",
             full_duplex=full_duplex,
             order=draw(st.sampled_from(LINK_ORDERS)),
             ports=draw(st.sampled_from([(), (between[:1],), (between[1:], between[:1])])),

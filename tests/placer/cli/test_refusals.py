@@ -123,7 +123,7 @@ def test_bad_targets_get_a_sentence(
         ("evaluate {graph} --placement p.json", "give --cluster"),
         ("evaluate {graph} --cluster {cluster} --placement p.json --backend measured", "p.json"),
         ("export p.json {graph} --format pipeline", "a graph file has no modules"),
-        ("run x.py:f --placement p.json --steps 1 --inference --resume", "are for training"),
+        ("run x.py:f --placement p.json --steps 1", "there is no file p.json"),
         ("show p.json --target {graph}", "give --html"),
         ("show grph.json", "there is no file grph.json; did you mean graph.json?"),
         ("show .", ".: is a directory"),

@@ -16,6 +16,7 @@ import torch
 
 from envs.hardware.cluster import Link
 from envs.hardware.discover import present
+from envs.placement import phase_of
 from envs.replication import Batch, Replication
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
@@ -228,7 +229,7 @@ def alone(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "none.json"),
+        (["--placement", "none.json"], "there is no file none.json"),
         (["--resume"], "--checkpoint"),
         (["--checkpoint-every", "2"], "--checkpoint"),
         (["--sync", "fp16,period=4"], "takes no period"),
@@ -239,15 +240,24 @@ def alone(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_usage_is_refused_before_anything_starts(
     more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = arguments(written(tmp_path), tmp_path / "none.json", 2)
-    assert message in alone([*words, *more], capsys)
+    assert message in alone([*prepared(tmp_path)(2), *more], capsys)
 
 
-def test_no_inference_is_run_with_a_placement_of_training(
+def test_a_placement_says_whether_it_is_of_inference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = alone([*prepared(tmp_path)(2), "--inference"], capsys)
+    words = prepared(tmp_path)(2)
+    error = alone([*words, "--inference"], capsys)
     assert "the placement is of a training step: leave --inference out" in error
+    path = tmp_path / "placement.json"
+    content = json.loads(path.read_text())
+    forward = {op for op in content["devices"] if phase_of(op) == "forward"}
+    parts = {
+        key: {op: value for op, value in content[key].items() if op in forward}
+        for key in ("devices", "priority")
+    }
+    changed(path, **parts)
+    assert "--save are for training" in alone([*words, "--resume"], capsys)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
