@@ -63,6 +63,8 @@ def profiled(bench: Workbench, found: dict[str, Any]) -> None:
     found.update(bench.seconds, graph=graph_to_dict(bench.runtime.graph))
     problem = bench.problem()
     [alone] = bench.measured(problem, [everything_on(problem, 0)], rounds=1)
+    if alone["failure"]:
+        raise RuntimeError(alone["failure"])
     peak_bytes = alone["measured_peak_bytes"].get(problem.cluster.names[0])
     found["peak_was_measured"] = bool(peak_bytes)
     found["peak_bytes"] = peak_bytes or alone["predicted_peak_bytes"][0]
@@ -106,8 +108,8 @@ class Parts:
     def _work(self, model: str, kind: str, found: dict[str, Any]) -> None:
         if kind == PROFILE:
             bench = Workbench(models(small=self._small)[model](), self._cluster)
-            self._benches[model] = bench
             profiled(bench, found)
+            self._benches[model] = bench  # the other parts need its peak of memory
             return
         record, cluster, bench = self._record, self._cluster, self._benches[model]
         if kind in SHARES:
