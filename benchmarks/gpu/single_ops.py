@@ -33,7 +33,7 @@ CALL: Final = "call:"
 BACKWARD: Final = "autograd::engine::evaluate_function"
 
 
-def single_ops(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+def single_ops(bench: Workbench, cluster: Cluster, results: dict[str, Any]) -> None:
     """Record the most expensive nodes: roofline, profiled time, and time within the step."""
     device = cluster.devices[0].name
     calls = cast("CallGraph", bench.runtime.calls)  # not a map of modules
@@ -47,8 +47,8 @@ def single_ops(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> Non
     profiled_s = np.array([costs[kind] for _, costs in bench.graph.nodes(data="cost_s")])
     names = list(bench.graph)
     order = np.argsort(-in_step_s)[:COUNT]
-    found["time"] = "kernels" if all(map(has_kernels, steps)) else "host"
-    found["rows"] = [
+    results["time"] = "kernels" if all(map(has_kernels, steps)) else "host"
+    results["rows"] = [
         {
             "node": names[k],
             "roofline_s": roofline_s[k],
@@ -58,8 +58,8 @@ def single_ops(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> Non
         for k in order
     ]
     for name in ("roofline_s", "profiled_s"):
-        ratios = [row[name] / row["in_step_s"] for row in found["rows"] if row["in_step_s"]]
-        found[f"{name.removesuffix('_s')}_over_in_step"] = statistics.median(ratios)
+        ratios = [row[name] / row["in_step_s"] for row in results["rows"] if row["in_step_s"]]
+        results[f"{name.removesuffix('_s')}_over_in_step"] = statistics.median(ratios)
 
 
 def has_kernels(events: Sequence[Any]) -> bool:
@@ -71,9 +71,9 @@ def profiled_step(extraction: Extraction, device: torch.device) -> Sequence[Any]
     """Run a training step; return the events of torch's profiler."""
     program = extraction.forward
     state = extraction.step.named_state()
-    held = dict(next(walk(extraction)).values)  # sources, on the host
+    host_values = dict(next(walk(extraction)).values)  # sources, on the host
     trained = {s.value for s in program.sources if s.name in state and state[s.name].requires_grad}
-    values = {v: t.to(device).requires_grad_(v in trained) for v, t in held.items()}
+    values = {v: t.to(device).requires_grad_(v in trained) for v, t in host_values.items()}
     activities: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]  # torch's
     with profile(activities=activities) as profiler:
         for call in program.calls:
@@ -118,11 +118,11 @@ def by_node(
     extraction: Extraction, calls: CallGraph, seconds: Mapping[str, tuple[float, float]]
 ) -> NDArray[np.float64]:
     """Return the seconds of every node of a call graph, (M,)."""
-    found = np.zeros(len(calls.graph))
+    node_s = np.zeros(len(calls.graph))
     backwards = backward_nodes(extraction, calls)
     for key, (forward, backward) in seconds.items():
         if key in calls.node_of_call:
-            found[calls.node_of_call[key]] += forward
+            node_s[calls.node_of_call[key]] += forward
         if key in backwards:
-            found[backwards[key]] += backward
-    return found
+            node_s[backwards[key]] += backward
+    return node_s

@@ -69,14 +69,14 @@ def bench(cluster: Cluster) -> Workbench:
 def test_accelerate_has_turns_in_the_rounds_of_placements(
     cluster: Cluster, bench: Workbench
 ) -> None:
-    found: dict[str, Any] = {}
-    offload.inference(Record(), cluster, bench.extraction.step, found)
-    own, *placed, beside = found["rows"]
-    assert own["name"] == "all on cpu"
+    results: dict[str, Any] = {}
+    offload.inference(Record(), cluster, bench.extraction.step, results)
+    on_host, *placed, beside = results["rows"]
+    assert on_host["name"] == "all on cpu"
     assert beside["name"] == accelerated.NAME
     assert beside["device_map"]
-    assert [len(row["repeats_s"]) for row in found["rows"]] == [3, *[7] * len(placed), 7]
-    assert any(row["tied_with_fastest"] for row in found["rows"])
+    assert [len(row["repeats_s"]) for row in results["rows"]] == [3, *[7] * len(placed), 7]
+    assert any(row["tied_with_fastest"] for row in results["rows"])
 
 
 @pytest.mark.slow
@@ -99,32 +99,32 @@ def test_accelerate_gets_less_weights_until_it_fits(cluster: Cluster) -> None:
 def test_two_ways_to_run_the_model_are_compared(
     cluster: Cluster, bench: Workbench, part: Any
 ) -> None:
-    found: dict[str, Any] = {}
-    part(bench, cluster, found, **({"backend": "eager"} if part is comparisons.compiled else {}))
+    results: dict[str, Any] = {}
+    part(bench, cluster, results, **({"backend": "eager"} if part is comparisons.compiled else {}))
     other = "compiled" if part is comparisons.compiled else "placed"
-    assert len(found["eager"]["repeats_s"]) == len(found[other]["repeats_s"]) >= 3
-    assert found[f"{other}_over_eager"] > 0
-    assert isinstance(found["tied"], bool)
+    assert len(results["eager"]["repeats_s"]) == len(results[other]["repeats_s"]) >= 3
+    assert results[f"{other}_over_eager"] > 0
+    assert isinstance(results["tied"], bool)
 
 
 @pytest.mark.slow
 def test_single_ops_are_timed_within_the_step(cluster: Cluster, bench: Workbench) -> None:
-    found: dict[str, Any] = {}
-    single_ops(bench, cluster, found)
-    assert len(found["rows"]) == 20
-    times = [row["in_step_s"] for row in found["rows"]]
+    results: dict[str, Any] = {}
+    single_ops(bench, cluster, results)
+    assert len(results["rows"]) == 20
+    times = [row["in_step_s"] for row in results["rows"]]
     assert times == sorted(times, reverse=True)
     assert times[0] > 0
-    assert found["profiled_over_in_step"] > 0
+    assert results["profiled_over_in_step"] > 0
 
 
 @pytest.mark.slow
 def test_copies_in_line_and_overlapped_are_compared(cluster: Cluster, bench: Workbench) -> None:
-    found: dict[str, Any] = {}
-    comparisons.overlapping(bench, cluster, found)
-    names = [row["name"] for row in found["rows"]]
+    results: dict[str, Any] = {}
+    comparisons.overlapping(bench, cluster, results)
+    names = [row["name"] for row in results["rows"]]
     assert names == ["random, 50% of groups", "random, 90% of groups", "half the memory"]
-    for row in found["rows"]:
+    for row in results["rows"]:
         assert len(row["in line"]["repeats_s"]) == len(row["overlapping"]["repeats_s"]) >= 3
         assert row["overlapping_over_in_line"] > 0
         assert isinstance(row["tied"], bool)
@@ -134,10 +134,10 @@ def test_copies_in_line_and_overlapped_are_compared(cluster: Cluster, bench: Wor
 def test_one_thread_and_a_process_for_each_device_are_compared(
     cluster: Cluster, bench: Workbench
 ) -> None:
-    found: dict[str, Any] = {}
-    comparisons.process_each(bench, cluster, found)
-    assert [row["name"] for row in found["rows"]] == ["all on cuda:0", "random, 97% of groups"]
-    for row in found["rows"]:
+    results: dict[str, Any] = {}
+    comparisons.process_each(bench, cluster, results)
+    assert [row["name"] for row in results["rows"]] == ["all on cuda:0", "random, 97% of groups"]
+    for row in results["rows"]:
         assert len(row["one thread"]["repeats_s"]) == len(row["processes"]["repeats_s"]) == 4
         assert isinstance(row["tied"], bool)
 
@@ -147,11 +147,11 @@ def test_three_processes_run_the_same_step_in_turns(monkeypatch: pytest.MonkeyPa
     for name, value in {**FAKE, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
-    found: dict[str, Any] = {}
-    in_processes(MODEL, found, small=True)
-    assert [len(run["repeats_s"]) for run in found["runs"]] == [15] * 3
-    assert any(run["tied_with_fastest"] for run in found["runs"])
-    assert found["slowest_over_fastest"] >= 1
+    results: dict[str, Any] = {}
+    in_processes(MODEL, results, small=True)
+    assert [len(run["repeats_s"]) for run in results["runs"]] == [15] * 3
+    assert any(run["tied_with_fastest"] for run in results["runs"])
+    assert results["slowest_over_fastest"] >= 1
 
 
 @pytest.mark.slow
