@@ -36,9 +36,9 @@ RANDOM_SHARES = (0.5, 0.9, 0.97)
 """Shares of the co-location groups that random placements put on the accelerator."""
 
 
-def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
+def calibration(cluster: Cluster, results: dict[str, Any]) -> None:
     measured = calibrated(cluster, again=True)
-    found["devices"] = {
+    results["devices"] = {
         device.name: {
             "kind": device.kind,
             "memory_bytes": device.memory_bytes,
@@ -48,7 +48,7 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
         }
         for device in measured.devices
     }
-    found["links"] = {
+    results["links"] = {
         " -> ".join(link.between): {
             "latency_s": link.latency_s,
             "bytes_per_s": link.bandwidth_bytes_per_s,
@@ -58,21 +58,23 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
     }
 
 
-def profiled(bench: Workbench, found: dict[str, Any]) -> None:
+def profiled(bench: Workbench, results: dict[str, Any]) -> None:
     """Record the graph, which simulates rows again, and the memory that the whole step takes."""
-    found.update(bench.seconds, graph=graph_to_dict(bench.runtime.graph))
+    results.update(bench.seconds, graph=graph_to_dict(bench.runtime.graph))
     problem = bench.problem()
     [alone] = bench.measured(problem, [everything_on(problem, 0)], rounds=1)
+    if alone["failure"]:
+        raise RuntimeError(alone["failure"])
     peak_bytes = alone["measured_peak_bytes"].get(problem.cluster.names[0])
-    found["peak_was_measured"] = bool(peak_bytes)
-    found["peak_bytes"] = peak_bytes or alone["predicted_peak_bytes"][0]
+    results["peak_was_measured"] = bool(peak_bytes)
+    results["peak_bytes"] = peak_bytes or alone["predicted_peak_bytes"][0]
 
 
-def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
+def no_limit(record: Record, bench: Workbench, results: dict[str, Any]) -> None:
     """Measure placements of the whole step."""
     problem = bench.problem()
     state = bench.extraction.step.named_state().values()
-    found.update(
+    results.update(
         ops=problem.op_count,
         graph=problem.graph.hash,
         joint_ops=bench.extraction.program.op_count,
@@ -82,8 +84,8 @@ def no_limit(record: Record, bench: Workbench, found: dict[str, Any]) -> None:
     plans = [everything_on(problem, d) for d in range(problem.device_count)]
     plans += at_random(problem, RANDOM_SHARES)
     plans += offload.found_by_search(problem, 2)
-    found["rows"] = bench.measured(problem, plans)
-    offload.tell(record, found["rows"])
+    results["rows"] = bench.measured(problem, plans)
+    offload.print_rows(record, results["rows"])
 
 
 class Parts:
@@ -103,16 +105,16 @@ class Parts:
             expected_s = 0.0 if self._small else plan.expected_s(model, kind)
             self._record.part(f"{model}: {kind}", work, expected_s=expected_s)
 
-    def _work(self, model: str, kind: str, found: dict[str, Any]) -> None:
+    def _work(self, model: str, kind: str, results: dict[str, Any]) -> None:
         if kind == PROFILE:
             bench = Workbench(models(small=self._small)[model](), self._cluster)
-            self._benches[model] = bench
-            profiled(bench, found)
+            profiled(bench, results)
+            self._benches[model] = bench  # the other parts need its peak of memory
             return
         record, cluster, bench = self._record, self._cluster, self._benches[model]
         if kind in SHARES:
             peak_bytes = record.data["parts"][f"{model}: {PROFILE}"]["peak_bytes"]
-            offload.capped(record, bench, peak_bytes, SHARES[kind], found)
+            offload.capped(record, bench, peak_bytes, SHARES[kind], results)
         backend = "inductor" if self._is_real else "eager"
         works: dict[str, Callable[[dict[str, Any]], None]] = {
             plan.NO_LIMIT: partial(no_limit, record, bench),
@@ -125,7 +127,7 @@ class Parts:
             plan.COMPILED: partial(compiled, bench, cluster, backend=backend),
         }
         if kind in works:
-            works[kind](found)
+            works[kind](results)
 
 
 def main() -> None:

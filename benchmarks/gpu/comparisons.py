@@ -38,7 +38,7 @@ TURNS: Final = 2
 """Turns of such a placement in each visit of the executor."""
 
 
-def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+def overhead(bench: Workbench, cluster: Cluster, results: dict[str, Any]) -> None:
     """Compare the plain model with the placed module, on the accelerator."""
     device = torch_device(cluster.names[0])
     step, calls = bench.extraction.step, bench.runtime.calls
@@ -49,11 +49,11 @@ def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
         "eager": partial(trained, eager, inputs, keywords, [device]),
         "placed": partial(trained, placed, inputs, keywords, [device]),
     }
-    found.update(compared(steps, COMPARED_S))
+    results.update(compared(steps, COMPARED_S))
 
 
 def compiled(
-    bench: Workbench, cluster: Cluster, found: dict[str, Any], backend: str = "inductor"
+    bench: Workbench, cluster: Cluster, results: dict[str, Any], backend: str = "inductor"
 ) -> None:
     """Compare the plain model with itself after ``torch.compile``, on the accelerator."""
     device = torch_device(cluster.names[0])
@@ -63,10 +63,10 @@ def compiled(
         name: partial(trained, module, inputs, keywords, [device])
         for name, module in {"eager": eager, "compiled": fast}.items()
     }
-    found.update(compared(steps, COMPARED_S))
+    results.update(compared(steps, COMPARED_S))
 
 
-def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+def overlapping(bench: Workbench, cluster: Cluster, results: dict[str, Any]) -> None:
     """Compare in-line and overlapped copies: random placements, and one for half the memory."""
     problem = bench.problem()
     alone = everything_on(problem, 0)
@@ -74,7 +74,7 @@ def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> No
     cramped = bench.problem(int(HALF * peak_bytes))
     plans = at_random(problem, OVERLAP_SHARES)
     plans += [replace(plan, name="half the memory") for plan in offload.found_by_search(cramped, 1)]
-    found["rows"] = [_with_overlap(bench, cluster, problem, plan) for plan in plans]
+    results["rows"] = [_with_overlap(bench, cluster, problem, plan) for plan in plans]
 
 
 def _with_overlap(
@@ -100,13 +100,13 @@ def _with_overlap(
     }
 
 
-def process_each(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+def process_each(bench: Workbench, cluster: Cluster, results: dict[str, Any]) -> None:
     """Compare one thread for all devices with a process for each: steps with SGD, in turns."""
     step = replace(bench.extraction.step, optimizer=Optimizer.of("sgd"))
-    own = Workbench(step, cluster)
-    problem = own.problem()
+    with_sgd = Workbench(step, cluster)
+    problem = with_sgd.problem()
     plans = [everything_on(problem, 0), *at_random(problem, [PROCESS_SHARE])]
-    found["rows"] = [one_thread_or_processes(own, problem, plan) for plan in plans]
+    results["rows"] = [one_thread_or_processes(with_sgd, problem, plan) for plan in plans]
 
 
 def one_thread_or_processes(bench: Workbench, problem: Problem, plan: Candidate) -> dict[str, Any]:
@@ -118,14 +118,14 @@ def one_thread_or_processes(bench: Workbench, problem: Problem, plan: Candidate)
     calls = cast("CallGraph", bench.runtime.calls)  # not a map of modules
     seconds: dict[str, list[float]] = {"one thread": [], "processes": []}
     for _ in range(VISITS):
-        for own_s, kind in zip(seconds.values(), (TorchExecutor, WorkerExecutor), strict=True):
+        for wall_s, kind in zip(seconds.values(), (TorchExecutor, WorkerExecutor), strict=True):
             with closing(kind(bench.extraction, calls, problem, limits={})) as executor:
                 loaded = executor.load(placed)
                 for _ in range(TURNS):
                     step = loaded if isinstance(loaded, Failure) else loaded.run()
                     if isinstance(step, Failure):
                         return {"name": plan.name, "failure": step.reason}
-                    own_s.append(step.wall_s)
+                    wall_s.append(step.wall_s)
     return {"name": plan.name, **as_compared(seconds)}
 
 

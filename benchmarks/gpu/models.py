@@ -23,19 +23,20 @@ FAKE_BYTES = 8 << 30
 
 
 @contextlib.contextmanager
-def two_devices() -> Iterator[Cluster]:
-    """Yield the first CUDA device and the host, or a fake GPU of the tests and the host.
+def two_devices(*, fake: bool = False) -> Iterator[Cluster]:
+    """Yield the first CUDA device and the host; with ``fake``, or if there is none, a fake GPU.
 
-    The fake one computes on the CPU, in streams with an order of its own, under limits of memory.
+    That is the one of the tests: it computes on the CPU, in streams with an order of their own,
+    under limits of memory.
     The host is ``cpu``, not a pinned core: these benchmarks run placements on torch devices.
     """
-    if cuda_devices():
+    if cuda_devices() and not fake:
         yield discover("cuda:0,cpu")
         return
     sys.path.append(str(Path(__file__).parents[2]))
-    fake = importlib.import_module("tests.fake_cuda")
+    machines = importlib.import_module("tests.fake_cuda")
     sharing = importlib.import_module("tests.fake_cuda.sharing")
-    with fake.fake_cuda(memory_bytes=FAKE_BYTES), sharing.shared_by_processes(FAKE_BYTES):
+    with machines.fake_cuda(memory_bytes=FAKE_BYTES), sharing.shared_by_processes(FAKE_BYTES):
         yield discover("cuda:0,cpu")
 
 

@@ -37,22 +37,22 @@ LIBRARIES_BYTES = 100 << 20
 
 def found_by_search(problem: Problem, count: int) -> list[Candidate]:
     """Return the best few candidates of a search that fit in memory."""
-    found = Portfolio().place(SearchRequest(problem, Budget(seconds=SEARCH_S), seed=0))
-    fitting = [plan for plan in found if plan.step_ns < INFEASIBLE_NS]
+    candidates = Portfolio().place(SearchRequest(problem, Budget(seconds=SEARCH_S), seed=0))
+    fitting = [plan for plan in candidates if plan.step_ns < INFEASIBLE_NS]
     return [replace(plan, name=f"placer: {plan.name}") for plan in distinct(fitting, count)]
 
 
 def capped(
-    record: Record, bench: Workbench, peak_bytes: int, share: float, found: dict[str, Any]
+    record: Record, bench: Workbench, peak_bytes: int, share: float, results: dict[str, Any]
 ) -> None:
     """Measure a model whose accelerator has a share of the memory that the whole step takes."""
     limit = int(share * peak_bytes)
     problem = bench.problem(limit)
     layers = in_order(problem, "first layers that fit", layers_that_fit(bench, peak_bytes, limit))
-    found.update(share=share, limit_bytes=limit)
+    results.update(share=share, limit_bytes=limit)
     plans = [layers, *found_by_search(problem, 1)]
-    found["rows"] = bench.measured(problem, plans, limit)
-    tell(record, found["rows"])
+    results["rows"] = bench.measured(problem, plans, limit)
+    print_rows(record, results["rows"])
 
 
 def layers_that_fit(bench: Workbench, peak_bytes: int, limit_bytes: int) -> Ints:
@@ -127,19 +127,19 @@ def fits(bench: Workbench, problem: Problem, devices: Ints, limit_bytes: int) ->
     return bool(torch_devices.unless_out_of_memory(work, names[0]))
 
 
-def tell(record: Record, rows: list[dict[str, Any]]) -> None:
+def print_rows(record: Record, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         record.say(f"  {summary(row)}")
 
 
-def inference(record: Record, cluster: Cluster, trained: Workload, found: dict[str, Any]) -> None:
+def inference(record: Record, cluster: Cluster, trained: Workload, results: dict[str, Any]) -> None:
     """Compare inference under half of its memory: accelerate's map and the best of a search."""
-    own = replace(trained, training=False)
-    bench = Workbench(own, cluster)
-    state = sum(t.nbytes for t in {id(t): t for t in own.named_state().values()}.values())
+    step = replace(trained, training=False)
+    bench = Workbench(step, cluster)
+    state = sum(t.nbytes for t in {id(t): t for t in step.named_state().values()}.values())
     limit = int(0.5 * state) + min(LIBRARIES_BYTES, state // 4)
     problem = bench.problem(limit)
     plans = [everything_on(problem, 1), *found_by_search(problem, 1)]
-    beside = Accelerated(own, cluster, limit)
-    found.update(limit_bytes=limit, rows=bench.measured(problem, plans, limit, beside=beside))
-    tell(record, found["rows"])
+    beside = Accelerated(step, cluster, limit)
+    results.update(limit_bytes=limit, rows=bench.measured(problem, plans, limit, beside=beside))
+    print_rows(record, results["rows"])

@@ -62,7 +62,7 @@ def on_device(step: Workload, device: torch.device) -> tuple[LossModule, list[An
     return model, [there(leaf) for leaf in step.inputs], keywords
 
 
-def in_processes(name: str, found: dict[str, Any], *, small: bool) -> None:
+def in_processes(name: str, results: dict[str, Any], *, small: bool) -> None:
     """Time the same step in several processes, in turns, never two at once."""
     command = [sys.executable, "-m", "benchmarks.gpu.process", name, *["--small"] * small]
     with ExitStack() as stack:
@@ -82,11 +82,11 @@ def in_processes(name: str, found: dict[str, Any], *, small: bool) -> None:
         for process in processes:
             _line(process)  # it is ready
         turns = [Contestant(partial(_turn, process), STEPS) for process in processes]
-        seen = in_rounds(turns)
-    found["runs"] = runs = [quartiles(one.wall_s) for one in seen]
-    mark_ties(runs, seen)
+        measurements = in_rounds(turns)
+    results["runs"] = runs = [quartiles(one.wall_s) for one in measurements]
+    mark_ties(runs, measurements)
     medians_s = [run["median_s"] for run in runs]
-    found["slowest_over_fastest"] = max(medians_s) / min(medians_s)
+    results["slowest_over_fastest"] = max(medians_s) / min(medians_s)
 
 
 def _turn(process: subprocess.Popen[str]) -> TimedStep:

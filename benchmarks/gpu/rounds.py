@@ -31,13 +31,13 @@ class Contestant:
 
 def in_rounds(contestants: Sequence[Contestant]) -> list[Measurement]:
     """Run all in turn, each round starting with another one; one that fails has no more turns."""
-    found = [Measurement(wall_s=np.empty(0), cpu_clock_s=np.empty(0)) for _ in contestants]
+    measurements = [Measurement(wall_s=np.empty(0), cpu_clock_s=np.empty(0)) for _ in contestants]
     for number in range(max(each.rounds for each in contestants)):
         for turn in range(len(contestants)):
             k = (turn + number) % len(contestants)
-            if not found[k].failure and number < contestants[k].rounds:
-                found[k] = _with(found[k], contestants[k].run())
-    return found
+            if not measurements[k].failure and number < contestants[k].rounds:
+                measurements[k] = _with(measurements[k], contestants[k].run())
+    return measurements
 
 
 def _with(before: Measurement, done: TimedStep | Failure) -> Measurement:
@@ -52,11 +52,11 @@ def _with(before: Measurement, done: TimedStep | Failure) -> Measurement:
     return replace(before, wall_s=wall_s, cpu_clock_s=wall_s)
 
 
-def mark_ties(rows: Sequence[dict[str, Any]], seen: Sequence[Measurement]) -> None:
+def mark_ties(rows: Sequence[dict[str, Any]], measurements: Sequence[Measurement]) -> None:
     """Tell in each row whether it is tied with the fastest in the rounds that both have."""
-    ran = [one for one in seen if one.ok]
+    ran = [one for one in measurements if one.ok]
     fastest = min(ran, key=lambda one: one.median_s, default=None)
-    for row, one in zip(rows, seen, strict=True):
+    for row, one in zip(rows, measurements, strict=True):
         row["tied_with_fastest"] = fastest is not None and tied_in_common(one, fastest)
 
 
@@ -84,8 +84,8 @@ def compared(
     for _ in range(warm_up):
         pair_s = sum(step() for step in steps.values())
     rounds = min(max(round(seconds / pair_s), FEWEST_PAIRS), PAIRS)
-    seen = in_rounds([Contestant(partial(_timed, step), rounds) for step in steps.values()])
-    return as_compared(dict(zip(steps, (one.wall_s for one in seen), strict=True)))
+    measurements = in_rounds([Contestant(partial(_timed, step), rounds) for step in steps.values()])
+    return as_compared(dict(zip(steps, (one.wall_s for one in measurements), strict=True)))
 
 
 def _timed(step: Callable[[], float]) -> TimedStep:
@@ -96,7 +96,7 @@ def as_compared(seconds: dict[str, Any]) -> dict[str, Any]:
     """Return the times of two steps in the same rounds, {name: seconds}, and their comparison."""
     (first, one_s), (second, other_s) = seconds.items()
     return {
-        **{name: quartiles(own_s) for name, own_s in seconds.items()},
+        **{name: quartiles(step_s) for name, step_s in seconds.items()},
         f"{second}_over_{first}".replace(" ", "_"): statistics.median(
             other / one for one, other in zip(one_s, other_s, strict=True)
         ),

@@ -37,7 +37,7 @@ def offload_table(files: Sequence[Path]) -> Table:
         for part, content in json.loads(file.read_text())["parts"].items():
             model, _, share = part.rpartition(": ")
             if share in SHARES and content.get("rows"):
-                cells[model, share] = Cell(compared(content["rows"]), file.name)
+                cells[model, share] = Cell(ratio_text(content["rows"]), file.name)
                 lengths = [len(row.get("repeats_s", [])) for row in content["rows"]]
                 rounds[file.name] = max(rounds.get(file.name, 0), *lengths)
     used = [name for name in reversed(rounds) if any(c.file == name for c in cells.values())]
@@ -63,7 +63,7 @@ def _text(cell: Cell | None, mark: Mapping[str, str]) -> str:
     return "not measured" if cell is None else cell.text + mark[cell.file]
 
 
-def compared(rows: Sequence[Mapping[str, Any]]) -> str:
+def ratio_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return baseline over best placement, with a tie marked, or what ran out of memory."""
     steps = {row["name"]: of_seconds(row.get("repeats_s", [])) for row in rows}
     baseline = steps[BASELINE]

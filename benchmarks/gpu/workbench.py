@@ -86,11 +86,11 @@ class Workbench:
         if beside is not None:
             contestants.append(Contestant(partial(cleared, beside), rounds))
         with closing(executor):
-            seen = in_rounds(contestants)
-        rows = [row(problem, plan, one) for plan, one in zip(plans, seen, strict=False)]
+            measurements = in_rounds(contestants)
+        rows = [row(problem, plan, one) for plan, one in zip(plans, measurements, strict=False)]
         if beside is not None:
-            rows.append(accelerated_row(beside, seen[-1]))
-        mark_ties(rows, seen)
+            rows.append(accelerated_row(beside, measurements[-1]))
+        mark_ties(rows, measurements)
         return rows
 
     def costs_ns(self) -> dict[str, str]:
@@ -113,7 +113,7 @@ def placement(problem: Problem, plan: Candidate) -> Placement:
     return Placement.of(problem.graph, problem.cluster, plan.devices, priority)
 
 
-def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
+def row(problem: Problem, plan: Candidate, measurement: Measurement) -> dict[str, Any]:
     """Return the predictions and the measurement of a candidate, and what simulates it again.
 
     ``devices`` has a digit per op, the index of its device; ``order`` lists ops by priority.
@@ -127,27 +127,27 @@ def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
         "transfers": len(schedule.transfers.edge),
         "predicted_s": schedule.step_ns / 1e9,
         "predicted_peak_bytes": schedule.peak_bytes.tolist(),
-        **measured_part(seen),
+        **measured_part(measurement),
     }
 
 
-def measured_part(seen: Measurement) -> dict[str, Any]:
+def measured_part(measurement: Measurement) -> dict[str, Any]:
     """Return the entries of a row that were measured."""
     return {
-        "measured_peak_bytes": dict(seen.peak_memory_bytes),
-        "measured_reserved_bytes": dict(seen.reserved_memory_bytes),
-        "failure": seen.failure,
-        **quartiles(seen.wall_s),
+        "measured_peak_bytes": dict(measurement.peak_memory_bytes),
+        "measured_reserved_bytes": dict(measurement.reserved_memory_bytes),
+        "failure": measurement.failure,
+        **quartiles(measurement.wall_s),
     }
 
 
-def accelerated_row(beside: Accelerated, seen: Measurement) -> dict[str, Any]:
+def accelerated_row(beside: Accelerated, measurement: Measurement) -> dict[str, Any]:
     """Return the measurement of the model as accelerate runs it."""
     return {
         "name": accelerated.NAME,
         "share": beside.shares[0] if beside.shares else None,
         "device_map": beside.device_map if beside.shares else None,
-        **measured_part(seen),
+        **measured_part(measurement),
     }
 
 
@@ -180,14 +180,14 @@ def in_order(problem: Problem, name: str, devices: Any) -> Candidate:
 def at_random(problem: Problem, shares: Sequence[float]) -> list[Candidate]:
     """Return random placements with these shares of the co-location groups on the accelerator."""
     rng = np.random.default_rng(0)
-    group, found = problem.graph.group, []
+    group, candidates = problem.graph.group, []
     for share in shares:
         devices = (rng.random(problem.op_count) >= share).astype(np.int32)
         for number in range(int(group.max(initial=-1)) + 1):
             members = np.flatnonzero(group == number)
             devices[members] = devices[members[0]]
-        found.append(in_order(problem, f"random, {share:.0%} of groups", devices))
-    return found
+        candidates.append(in_order(problem, f"random, {share:.0%} of groups", devices))
+    return candidates
 
 
 def summary(row: dict[str, Any]) -> str:

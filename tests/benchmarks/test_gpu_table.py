@@ -23,8 +23,8 @@ def rows(baseline_s: list[float], *ours_s: list[float]) -> dict[str, Any]:
     names = ["first layers that fit", *(f"placer: {k}" for k in range(len(ours_s)))]
     return {
         "rows": [
-            {"name": name, "repeats_s": own, "failure": "" if own else "CUDA out of memory"}
-            for name, own in zip(names, (baseline_s, *ours_s), strict=True)
+            {"name": name, "repeats_s": steps_s, "failure": "" if steps_s else "CUDA out of memory"}
+            for name, steps_s in zip(names, (baseline_s, *ours_s), strict=True)
         ]
     }
 

@@ -23,10 +23,10 @@ def steps(name: str, seconds: Iterable[float], turns: list[str], rounds: int = 7
 def test_each_round_starts_with_another_and_slow_ones_have_the_first_rounds() -> None:
     turns: list[str] = []
     one, slow = steps("a", [1.0] * 7, turns), steps("b", [9.0] * 3, turns, SLOW_ROUNDS)
-    seen = in_rounds([one, slow])
+    measurements = in_rounds([one, slow])
     assert "".join(turns) == "ab" + "ba" + "ab" + "aaaa"
-    assert [len(each.wall_s) for each in seen] == [7, 3]
-    assert seen[0].peak_memory_bytes == {"cuda:0": 10}
+    assert [len(each.wall_s) for each in measurements] == [7, 3]
+    assert measurements[0].peak_memory_bytes == {"cuda:0": 10}
 
 
 def test_ties_are_judged_by_the_rounds_that_both_have() -> None:
@@ -34,7 +34,7 @@ def test_ties_are_judged_by_the_rounds_that_both_have() -> None:
     drift = [1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0]
     fast, close, slow = drift, [1.001 * s for s in drift], [1.002, 2.004, 3.006]
     apart = [1.02 * s for s in drift]
-    seen = in_rounds(
+    measurements = in_rounds(
         [
             steps("fast", fast, turns),
             steps("close", close, turns),
@@ -42,8 +42,8 @@ def test_ties_are_judged_by_the_rounds_that_both_have() -> None:
             steps("apart", apart, turns),
         ]
     )
-    rows: list[dict[str, Any]] = [{} for _ in seen]
-    mark_ties(rows, seen)
+    rows: list[dict[str, Any]] = [{} for _ in measurements]
+    mark_ties(rows, measurements)
     # by the medians of all rounds the third took twice as long
     assert [row["tied_with_fastest"] for row in rows] == [True, True, True, False]
 
@@ -51,13 +51,13 @@ def test_ties_are_judged_by_the_rounds_that_both_have() -> None:
 def test_a_failure_ends_the_turns_of_one_and_is_no_tie() -> None:
     turns: list[str] = []
     failing = Contestant(lambda: Failure(reason="out of memory", overfull=True))
-    seen = in_rounds([failing, steps("a", [1.0] * 7, turns)])
+    measurements = in_rounds([failing, steps("a", [1.0] * 7, turns)])
     rows: list[dict[str, Any]] = [{}, {}]
-    mark_ties(rows, seen)
-    assert seen[0].failure == "out of memory"
-    assert seen[0].overfull
+    mark_ties(rows, measurements)
+    assert measurements[0].failure == "out of memory"
+    assert measurements[0].overfull
     assert [row["tied_with_fastest"] for row in rows] == [False, True]
-    mark_ties(rows[:1], seen[:1])
+    mark_ties(rows[:1], measurements[:1])
     assert not rows[0]["tied_with_fastest"]
 
 
@@ -68,9 +68,11 @@ def test_two_steps_are_compared_in_turns_with_their_ratio_and_tie() -> None:
         turns.append(name)
         return seconds
 
-    found = compared({"in line": lambda: step("a", 1.0), "beside": lambda: step("b", 2.0)}, 15.0)
+    comparison = compared(
+        {"in line": lambda: step("a", 1.0), "beside": lambda: step("b", 2.0)}, 15.0
+    )
     assert "".join(turns) == "ababab" + "abbaabbaab"
-    assert found["beside_over_in_line"] == 2.0
-    assert not found["tied"]
-    assert found["in line"]["repeats_s"] == [1.0] * 5
+    assert comparison["beside_over_in_line"] == 2.0
+    assert not comparison["tied"]
+    assert comparison["in line"]["repeats_s"] == [1.0] * 5
     assert compared({"a": lambda: 1.0, "b": lambda: 1.001}, 3.0)["tied"]

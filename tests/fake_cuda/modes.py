@@ -170,8 +170,3 @@ class FunctionMode(TorchFunctionMode):
         if isinstance(tensor, CudaTensor) or isinstance(other, CudaTensor):
             return False
         return torch._has_compatible_shallow_copy_type(tensor, other)
-
-
-def _named(device: str | int) -> torch.device:
-    """Return a device by name or, on CUDA, by number."""
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -69,7 +69,7 @@ KEPT: Final = (
     Kept("envs/", "non_blocking=True)", "such a copy waits for nothing"),
     Kept(
         "envs/costs/torch_speeds.py",
-        "non_blocking=destination != CPU",
+        "non_blocking=pinned or destination != CPU",
         "the copy is only timed, from and until idle devices: nobody reads it",
     ),
     Kept(

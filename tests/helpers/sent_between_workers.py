@@ -78,10 +78,10 @@ def steps_of_two_workers(seed: int) -> None:
             assert_equal(sent, torch.arange(float(SIZE)) * step)
 
 
-def sending_leaves_compute_alone(seed: int) -> None:
+def sending_leaves_compute_alone(_: int) -> None:
     """What a GPU computes after it has sent something does not wait for the copy."""
-    with workers(0 * seed) as (sender, _, memory), torch.no_grad():
-        sender.begin(1)
+    with workers(0) as (sender, _reader, memory), torch.no_grad():
+        sender.begin(1)  # of all orders only the latest, seed 0, leaves the copy pending
         sender.send(OUT, made(1))
         busy(FIRST)
         torch.cuda.current_stream(FIRST).synchronize()

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from envs.costs import modules, torch_speeds
 from envs.costs.torch_speeds import burst, launched
+from envs.hardware import torch_devices
 from envs.placement import Placement
 from envs.replication import Replication
 from graphs.extract import Extraction, Workload, extract
@@ -137,6 +138,14 @@ def modules_one_by_one(seed: int) -> None:
         assert looks() > 0
 
 
+def a_failure_comes_late(seed: int) -> None:
+    """What a GPU fails with is known once its work is over, not when that is launched."""
+    with fake_cuda(2, seed=seed) as machine:
+        lost = partial(machine.queues.lose, GPUS[1], "unspecified launch failure")
+        machine.queues.issue(machine.default[1], lost)
+        assert torch_devices.kernel_failure(GPUS[1]).endswith("unspecified launch failure")
+
+
 # --- steps of runs
 
 
@@ -193,6 +202,7 @@ COSTS: Final[dict[str, Callable[[int], None]]] = {
     work.__name__: work
     for work in (bursts_on_two_devices, bursts_by_events, launches_are_ahead, modules_one_by_one)
 }
+HARDWARE: Final[dict[str, Callable[[int], None]]] = {"a_failure_comes_late": a_failure_comes_late}
 STEPS: Final[dict[str, Callable[[int], None]]] = {
     work.__name__: work for work in (trials_of_replicas, inference_from_the_command_line)
 }

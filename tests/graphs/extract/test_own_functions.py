@@ -311,11 +311,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "returns something else than tensors",
     ),
     "device as a text": (
-        lambda m, x: Summed.apply(m.first(x), [x, m.second(x)], str(x.device)),  # type: ignore[no-untyped-call]
+        lambda m, x: Summed.apply(m.first(x), [x, m.second(x)], str(x.device)),  # type: ignore[no-untyped-call]  # torch leaves it untyped
         "takes the device 'cpu' as a text",
     ),
     "device in a list": (
-        lambda m, x: Tagged.apply(m.first(x), ["mean", "cuda:0"]),  # type: ignore[no-untyped-call]
+        lambda m, x: Tagged.apply(m.first(x), ["mean", "cuda:0"]),  # type: ignore[no-untyped-call]  # torch leaves it untyped
         "takes the device 'cuda:0' as a text",
     ),
     "in place in backward": (counting, "writes into its inputs in its backward pass"),

@@ -222,19 +222,26 @@ def build():
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-@pytest.mark.parametrize(("name", "pin"), [("classified", "right.0"), ("graph_net", "second")])
-def test_what_optimize_found_on_cores_is_exported(name: str, pin: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [("classified", ("left.0", "right.0")), ("graph_net", ("first", "second"))],
+)
+def test_what_optimize_found_on_cores_is_exported(
+    name: str, pins: tuple[str, str], tmp_path: Path
+) -> None:
     target, out = tmp_path / "model.py", tmp_path / "map.json"
     target.write_text(TARGET.format(name=name))
     placement, build = str(tmp_path / "placement.json"), f"{target}:build"
-    first, second = (f"core:{core}" for core in CORES[:2])
+    first, second = cores = [f"core:{core}" for core in CORES[:2]]
     options = ["--devices", f"{first},{second}", "--no-measure", "--budget", "20e"]
-    options += ["--pin", f"{pin}={second}", "--out", placement]
+    for pin, core in zip(pins, cores, strict=True):
+        options += ["--pin", f"{pin}={core}"]
+    options += ["--out", placement]
     assert main(["optimize", build, *options]) == 0
     options = ["--format", "device-map", "--as", f"{first}=cuda:0,{second}=cuda:1"]
     assert main(["export", placement, build, *options, "--out", str(out)]) == 0
     content = json.loads(out.read_text())
-    assert content.get(pin, content.get("")) == 1
+    assert [content[around(pin, content) or ""] for pin in pins] == [0, 1]
 
 
 def test_the_map_of_a_graph_of_modules_is_read_as_the_placement_that_it_was_written_for() -> None:

@@ -49,7 +49,7 @@ def test_random_placements_train_as_the_model_does(name: str, kind: str) -> None
 
 def test_a_device_as_a_text_is_that_of_the_module_that_gives_it() -> None:
     def where_it_is(m: Any, x: torch.Tensor) -> Any:
-        return Summed.apply(m.first(x), [x, m.second(x)], str(x.device))  # type: ignore[no-untyped-call]
+        return Summed.apply(m.first(x), [x, m.second(x)], str(x.device))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     extraction = extract(own_step(where_it_is), needs="calls")
     plain = copy.deepcopy(extraction.step)

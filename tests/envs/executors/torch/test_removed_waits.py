@@ -12,13 +12,13 @@ from tests.helpers.late_reductions import LATE
 from tests.helpers.overlapping import SCENARIOS
 from tests.helpers.removed_waits import KEPT, Site, hits, killer, sites
 from tests.helpers.sent_between_workers import TRANSPORT
-from tests.helpers.timed_idle import COSTS, STEPS
+from tests.helpers.timed_idle import COSTS, HARDWARE, STEPS
 
 torch.set_num_threads(1)
 SEEDS: Final = range(6)
 FEW_SEEDS: Final = range(2)  # all as late as possible, or as early
 Scenarios = Mapping[str, Callable[[int], None]]
-NEW: Final[Scenarios] = {**COSTS, **STEPS, **LATE, **TRANSPORT}
+NEW: Final[Scenarios] = {**COSTS, **HARDWARE, **STEPS, **LATE, **TRANSPORT}
 """Those that are no test elsewhere."""
 
 
@@ -32,6 +32,7 @@ BY_FOLDER: Final[Mapping[str, Scenarios]] = {
     "envs/executors/device_workers/": TRANSPORT,
     "envs/executors/torch/forward_source.py": beginning(SCENARIOS, "input", "w", "placed"),
     "envs/executors/torch/": SCENARIOS,
+    "envs/hardware/": HARDWARE,
     "envs/torch_runtime/": beginning(SCENARIOS, "measured"),
     "placer/cli/": STEPS,
     "placer/parallel/trials.py": STEPS,
