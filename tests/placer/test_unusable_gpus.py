@@ -117,7 +117,17 @@ def in_profile(patch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
     patch.setattr(calls, "call_time", losing)
 
 
-@pytest.mark.parametrize("when", [in_calibration, in_copies, in_profile])
+def in_buses(patch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
+    wait_for_each_other = torch_speeds._wait_for_each_other
+
+    def losing(links: Any) -> bool:
+        lose()
+        return wait_for_each_other(links)
+
+    patch.setattr(torch_speeds, "_wait_for_each_other", losing)
+
+
+@pytest.mark.parametrize("when", [in_calibration, in_copies, in_buses, in_profile])
 def test_a_gpu_that_is_lost_before_the_search_ends_it_with_a_sentence(
     when: Callable[..., None],
     target: str,
