@@ -179,8 +179,11 @@ SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 16 << 20
 HOPS: Final = 40
 STREAM_BYTES: Final = 96 << 20  # exceeds the caches
-SHARED: Final = 1.5
-"""Time of two copies at once, over that of one, from which on they share a bus: 1 to 2."""
+SHARED_BUS_RATIO: Final = 1.5
+"""Copies share a bus if two at once take longer than this multiple of the time of one alone.
+
+On buses of their own the multiple is 1, on a shared one it is 2.
+"""
 LONG_PRODUCT_S: Final = 2e-3
 SMALLEST_MATRIX: Final = 256
 LARGEST_MATRIX: Final = 8192
@@ -213,14 +216,14 @@ def with_speeds(
     rates: Mapping[str, Mapping[str, Any]],
     links: Mapping[tuple[str, str], LinkSpeed],
     *,
-    further: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
+    link_fields: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
     one_way: bool = False,
     notes: str = "",
 ) -> Cluster:
     """Return the cluster with speeds measured today.
 
-    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends, ``further``
-    other fields of some. With ``one_way`` each direction is a link.
+    ``rates`` are fields of devices by kind, ``links`` speeds by the names of both ends, and
+    ``link_fields`` other fields of some links. With ``one_way`` each direction is a link.
     """
     pairs = itertools.permutations if one_way else itertools.combinations
     source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}{notes}"
@@ -232,7 +235,7 @@ def with_speeds(
                 between=(a.name, b.name),
                 one_way=one_way,
                 **links[a.name, b.name]._asdict(),
-                **({"sharing": "pair"} | dict((further or {}).get((a.name, b.name), {}))),
+                **({"sharing": "pair"} | dict((link_fields or {}).get((a.name, b.name), {}))),
             )
             for a, b in pairs(cluster.devices, 2)
         ),
@@ -263,7 +266,7 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     for ends_of_link, bus in host_buses(list(with_host)).items():
         with_host[ends_of_link] |= {"sharing": "bus", "bus": bus}
     precision = f", float32 matmul precision {matmul_precision()}"
-    return with_speeds(cluster, rates, copies, further=with_host, one_way=True, notes=precision)
+    return with_speeds(cluster, rates, copies, link_fields=with_host, one_way=True, notes=precision)
 
 
 def launch_s(device: torch.device) -> float:
@@ -337,14 +340,15 @@ def host_buses(links: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 def _wait_for_each_other(links: Sequence[tuple[str, str]]) -> bool:
     devices = [torch_device(name) for name in dict.fromkeys(itertools.chain(*links))]
-    copies = []
-    for source, destination in ([torch_device(name) for name in ends] for ends in links):
-        tensor = torch.ones(LARGE_BYTES // 4)
-        tensor = tensor.pin_memory() if source == CPU else tensor.to(source)
-        copies.append(partial(tensor.to, destination, non_blocking=True))
-    with timed_within_bounds("copies at once", *devices):
+    with timed_within_bounds("copies between the host and two GPUs at once", *devices):
+        copies = []
+        for source, destination in ([torch_device(name) for name in ends] for ends in links):
+            tensor = torch.ones(LARGE_BYTES // 4)
+            tensor = tensor.pin_memory() if source == CPU else tensor.to(source)
+            copies.append(partial(tensor.to, destination, non_blocking=True))
         alone_s = max(seconds_per_call(copy, devices) for copy in copies)
-        return seconds_per_call(lambda: [copy() for copy in copies], devices) > SHARED * alone_s
+        both_s = seconds_per_call(lambda: [copy() for copy in copies], devices)
+    return both_s > SHARED_BUS_RATIO * alone_s
 
 
 def hop_s(source: torch.device, destination: torch.device) -> float:

@@ -66,15 +66,14 @@ def in_a_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def failures_named(*devices: torch.device) -> Iterator[None]:
-    """Let errors of CUDA within the block say which of these devices it was."""
+    """Let errors of CUDA within the block say which of these devices fail since then, if any."""
     try:
         yield
     except RuntimeError as error:
-        gpus = [device for device in devices if device.type == "cuda"]
-        if not gpus or not is_of_cuda(error):
+        failing = [*kernel_failures(devices)] if is_of_cuda(error) else []
+        if not failing:
             raise
-        failing = [device for device in gpus if kernel_failure(device)] if len(gpus) > 1 else gpus
-        raise DeviceError(failing or gpus, in_a_line(error)) from error
+        raise DeviceError(failing, in_a_line(error)) from error
 
 
 def kernel_failure(device: torch.device) -> str:
@@ -93,6 +92,16 @@ def kernel_failure(device: torch.device) -> str:
         if is_of_cuda(error) or is_out_of_memory(error):  # and not of torch's own settings
             return in_a_line(error)
     return ""
+
+
+def kernel_failures(devices: Iterable[torch.device]) -> dict[torch.device, str]:
+    """Return the GPUs among devices that fail, and why; one without free memory does not."""
+    reasons = {device: kernel_failure(device) for device in devices if device != CPU}
+    return {
+        device: reason
+        for device, reason in reasons.items()
+        if reason and not _OUT_OF_MEMORY.search(reason)
+    }
 
 
 def cuda_devices() -> list[str]:
@@ -245,12 +254,17 @@ def synchronize(device: torch.device) -> None:
 def release(device: torch.device) -> None:
     """Release unused cached memory, to avoid fragmentation for what comes next.
 
-    With CUDA this includes the workspaces of cuBLAS, and page-locked memory of the host.
+    With CUDA this includes the workspaces of cuBLAS, and page-locked memory of the host. CUDA
+    releases memory of all devices: errors of another one do not count.
     """
-    if device.type == "cuda":
-        _clear("_cuda_clearCublasWorkspaces")
-        _clear("_host_emptyCache")
-    _call(device, "empty_cache")
+    try:
+        if device.type == "cuda":
+            _clear("_cuda_clearCublasWorkspaces")
+            _clear("_host_emptyCache")
+        _call(device, "empty_cache")
+    except RuntimeError as error:
+        if not is_of_cuda(error) or kernel_failures([device]):
+            raise
 
 
 def _clear(function: str) -> None:

@@ -31,7 +31,6 @@ from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import (
     CPU,
-    DeviceError,
     is_of_cuda,
     is_out_of_memory,
     torch_device,
@@ -41,6 +40,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.reasons import overfull_reason
+from envs.torch_runtime.lost_devices import LostDevices
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph, ModuleMap
 from graphs.workload import step_copy
@@ -69,7 +69,8 @@ class TorchExecutor:
     to ``limits`` while it is open. Host memory cannot be limited, since this process holds more
     than the step: a placement that exceeds it according to the simulator fails without being run.
     After an error that CUDA does not recover from, such as a failed assertion on the device, only
-    candidates without the GPUs that fail since then can be run: often on the CPU alone.
+    candidates without the GPUs that fail since then can be run: often on the CPU alone. GPUs that
+    fail before are left out in the same way.
 
     Args:
         extraction: the step.
@@ -79,6 +80,9 @@ class TorchExecutor:
         timeout_s: a run that takes longer counts as hung. A hung op can only be ended with this
             process, which then exits with a message.
         overlap: run exported calls with copies that overlap with compute.
+
+    Raises:
+        DevicesLostError: no device can be used.
     """
 
     def __init__(
@@ -111,8 +115,7 @@ class TorchExecutor:
         self._placed: PlacedModule | HookedModule | None = None  # of all placements
         self._running: _Running | None = None
         self._there: Placement | None = None  # the placement whose weights are in place
-        self._lost: dict[torch.device, str] = {}  # GPUs that fail, and since what error
-        self._open = ExitStack()
+        self._lost = LostDevices(self._devices)
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
         self._host_limit_bytes = np.array(
             [
@@ -120,15 +123,22 @@ class TorchExecutor:
                 for device in self._devices
             ]
         )
-        try:
-            for device in self._devices:
-                torch_devices.release(device)
-            self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
-            self._open.enter_context(torch_devices.limited(limited))
-            self._open.enter_context(torch_devices.forked_rng(self._devices))
-        except torch.AcceleratorError as error:
-            failing = self._failing() or self._gpus
-            raise DevicesLostError(str(DeviceError(failing, _in_a_line(error)))) from error
+        self._lost.find()
+        if not self._lost.usable:
+            raise DevicesLostError(self._lost.reason(self._devices))
+        self._release()
+        self._held_bytes = {d: torch_devices.held_bytes(d) for d in self._lost.usable}
+        with ExitStack() as started:
+            try:
+                for device in self._lost.usable:  # each for itself: one may fail at the end
+                    limits_here = {device: limited[device]} if device in limited else {}
+                    started.enter_context(torch_devices.limited(limits_here))
+                    started.enter_context(torch_devices.forked_rng([device]))
+            except RuntimeError as error:
+                if not is_of_cuda(error):
+                    raise
+                raise DevicesLostError(_in_a_line(error)) from error
+            self._open = started.pop_all()
         if not gc.get_freeze_count():  # what there was need not be searched at every placement
             gc.collect()
             gc.freeze()
@@ -152,9 +162,19 @@ class TorchExecutor:
         self._drop("")
 
     def run(self, placement: Placement) -> TimedStep | Failure:
-        """Run a few steps as placed, unless an earlier run left a GPU of it unusable."""
-        if lost := [self._lost[d] for d in self._used(placement) if d in self._lost]:
-            return Failure(reason=lost[0])
+        """Run a few steps as placed, unless an earlier run left a GPU of it unusable.
+
+        A run waits for all GPUs: if one of them is lost meanwhile, it is made again.
+        """
+        while True:
+            lost_before = len(self._lost)
+            result = self._run(placement)
+            if isinstance(result, TimedStep) or len(self._lost) == lost_before:
+                return result
+
+    def _run(self, placement: Placement) -> TimedStep | Failure:
+        if reason := self._lost.reason(self._devices[d] for d in dict.fromkeys(placement.devices)):
+            return Failure(reason=reason)
         hung = (
             f"a step on {', '.join(self.problem.cluster.names)} was not over after "
             f"{self.timeout_s:g} s: an op hangs, or a device does not answer. This process ends, "
@@ -176,9 +196,8 @@ class TorchExecutor:
         self._drop(failure)  # here the error and its frames, which hold tensors, are gone
         if not overfull:
             if by_cuda:
-                self._lose(self._failing(), failure)
-            lost = [self._lost[d] for d in self._used(placement) if d in self._lost]
-            return Failure(reason=lost[0] if lost else f"torch cannot run it: {failure}")
+                self._lost.find(failure)
+            return Failure(reason=f"torch cannot run it: {failure}")
         predicted = ", ".join(
             f"{size / 1e9:.2f} GB on {name}"
             for name, size in simulated_peaks(self._simulator, placement).items()
@@ -205,9 +224,8 @@ class TorchExecutor:
     def _steps(self, placement: Placement) -> float:
         if self._there is not placement:
             self._clear()
-        for device in self._devices:
-            if device not in self._lost:
-                torch_devices.reset_peak(device)
+        for device in self._lost.usable:
+            torch_devices.reset_peak(device)
         module = self._module_of(placement)
         first_s = self._step(module)
         spoils = self._restore_spoilt()
@@ -272,27 +290,13 @@ class TorchExecutor:
         try:
             self._clear()
         except RuntimeError as error:  # as of every call of CUDA after some errors
-            self._lose(self._failing() or self._gpus, failure or _in_a_line(error))
+            must_fail = is_of_cuda(error) and not is_out_of_memory(error)
+            self._lost.find(failure or _in_a_line(error), must_fail=must_fail)
             if isinstance(self._placed, PlacedModule):
                 self._placed = None  # what it holds is lost
             self._clear()
         self._placed = None
         self._release()
-
-    @property
-    def _gpus(self) -> list[torch.device]:
-        return [device for device in self._devices if device != CPU]
-
-    def _failing(self) -> list[torch.device]:
-        return [device for device in self._gpus if torch_devices.kernel_failure(device)]
-
-    def _lose(self, failing: Sequence[torch.device], failure: str) -> None:
-        """Use these devices no more."""
-        reason = str(DeviceError(failing, failure))
-        self._lost = dict.fromkeys(failing, reason) | self._lost
-
-    def _used(self, placement: Placement) -> list[torch.device]:
-        return [self._devices[d] for d in dict.fromkeys(placement.devices)]
 
     def _clear(self) -> None:
         """Empty the accelerators, which may have no room for the old and the new weights."""
@@ -312,23 +316,20 @@ class TorchExecutor:
 
     def _release(self) -> None:
         gc.collect()  # some tensors are in reference cycles
-        with suppress(RuntimeError) if self._lost else nullcontext():  # CUDA asks all devices
-            for device in self._devices:
-                torch_devices.release(device)
+        for device in self._lost.usable:
+            torch_devices.release(device)
 
     def _wait(self) -> None:
-        for device in self._devices:
-            if device not in self._lost:
-                torch_devices.synchronize(device)
+        for device in self._lost.usable:
+            torch_devices.synchronize(device)
 
     def _peaks(self, peak: Callable[[torch.device], int | None]) -> dict[str, int]:
         """Return peaks of the step, without what was allocated before, by device."""
-        peaks = map(peak, self._devices)
-        names = self.problem.cluster.names
+        peaks = {device: peak(device) for device in self._lost.usable}
         return {
-            name: max(peak - held, 0)
-            for name, peak, held in zip(names, peaks, self._held_bytes, strict=True)
-            if peak is not None
+            str(device): max(most - self._held_bytes[device], 0)
+            for device, most in peaks.items()
+            if most is not None
         }
 
 

@@ -62,17 +62,19 @@ def pair(memory: dict[str, int] | None = None) -> Cluster:
     return discover(",".join(names), memory or dict.fromkeys(names, 1 << 30))
 
 
-def linked() -> Cluster:
-    cluster = pair()
+def linked(cluster: Cluster | None = None) -> Cluster:
+    """Return a cluster, that of :func:`pair` by default, with one link of all its devices."""
+    cluster = cluster or pair()
     link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     return replace(cluster, links=(link,))
 
 
-def equal_costs(graph: nx.DiGraph[str]) -> Problem:
-    """Return the problem of a graph whose ops all take 10 us on either of the two devices."""
-    costs_s = {device.kind: np.full(len(graph), 1e-5) for device in pair().devices}
+def equal_costs(graph: nx.DiGraph[str], cluster: Cluster | None = None) -> Problem:
+    """Return the problem of a graph whose ops all take 10 us on every device, of two by default."""
+    cluster = linked(cluster)
+    costs_s = {device.kind: np.full(len(graph), 1e-5) for device in cluster.devices}
     known = with_costs(graph, costs_s, dict.fromkeys(costs_s, "made"))
-    return Problem.of(GraphArrays.from_graph(known), linked())
+    return Problem.of(GraphArrays.from_graph(known), cluster)
 
 
 def toy_pair(*names: str, kind: str = "x") -> Cluster:

@@ -130,13 +130,31 @@ def test_an_error_of_cuda_names_the_gpu_that_fails_and_others_stay_as_they_are()
         ):
             torch.ones(1, device=first).to(second)
         assert failed.value.reason == "CUDA error: uncorrectable ECC error encountered"
-        with (
-            pytest.raises(DeviceError, match=r"^cuda:0, cuda:2 cannot be used: cuDNN error: x$"),
-            torch_devices.failures_named(first, machine.devices[2]),
-        ):
-            raise RuntimeError("cuDNN error: x\nwhich both may be at")
         with pytest.raises(RuntimeError, match=r"^mat1"), torch_devices.failures_named(first):
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_of_cuda_that_leaves_all_gpus_working_stays_as_it_is(count: int) -> None:
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\nThis error may appear if ...")
+    with (
+        fake_cuda(2) as machine,
+        pytest.raises(RuntimeError) as failed,
+        torch_devices.failures_named(*machine.devices[:count]),
+    ):
+        raise error
+    assert failed.value is error
+
+
+def test_a_gpu_without_free_memory_does_not_fail() -> None:
+    with fake_cuda(3, memory_bytes=1 << 20) as machine:
+        _, full, lost = machine.devices
+        held = torch.empty(1 << 20, dtype=torch.uint8, device=full)
+        machine.queues.lose(lost, "unknown error")
+        assert "out of memory" in torch_devices.kernel_failure(full)
+        failing = torch_devices.kernel_failures([*machine.devices, torch_devices.CPU])
+        assert failing == {lost: "CUDA error: unknown error"}
+        del held
 
 
 NO_GPUS = "from envs.hardware.discover import discover; print(discover('auto').names); "
