@@ -13,7 +13,7 @@ import cmath
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -35,7 +35,7 @@ from envs.hardware.torch_devices import (
     is_out_of_memory,
     torch_device,
 )
-from envs.measured import DevicesLostError, Failure, TimedStep, simulated_peaks
+from envs.measured import Failure, TimedStep, simulated_peaks
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -123,22 +123,8 @@ class TorchExecutor:
                 for device in self._devices
             ]
         )
-        self._lost.find()
-        if not self._lost.usable:
-            raise DevicesLostError(self._lost.reason(self._devices))
-        self._release()
+        self._open = self._lost.others_limited(limited)
         self._held_bytes = {d: torch_devices.held_bytes(d) for d in self._lost.usable}
-        with ExitStack() as started:
-            try:
-                for device in self._lost.usable:  # each for itself: one may fail at the end
-                    limits_here = {device: limited[device]} if device in limited else {}
-                    started.enter_context(torch_devices.limited(limits_here))
-                    started.enter_context(torch_devices.forked_rng([device]))
-            except RuntimeError as error:
-                if not is_of_cuda(error):
-                    raise
-                raise DevicesLostError(_in_a_line(error)) from error
-            self._open = started.pop_all()
         if not gc.get_freeze_count():  # what there was need not be searched at every placement
             gc.collect()
             gc.freeze()

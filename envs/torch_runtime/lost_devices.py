@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
-from envs.hardware.torch_devices import CPU, DeviceError, kernel_failures
+from envs.hardware import torch_devices
+from envs.hardware.torch_devices import CPU, DeviceError, in_a_line, is_of_cuda, kernel_failures
+from envs.measured import DevicesLostError
 
 
 class LostDevices:
@@ -39,3 +42,28 @@ class LostDevices:
             failing = dict.fromkeys(gpus, error)
         reason = str(DeviceError([*failing], error or next(iter(failing.values()), "")))
         self._reasons |= dict.fromkeys(failing, reason)
+
+    def others_limited(self, limits: Mapping[torch.device, int]) -> ExitStack:
+        """Limit the memory of devices that do not fail now, and fork their random states.
+
+        Return what ends both. Memory that they do not use is released before.
+
+        Raises:
+            DevicesLostError: no device can be used.
+        """
+        self.find()
+        if not self.usable:
+            raise DevicesLostError(self.reason(self._devices))
+        with ExitStack() as opened:
+            try:
+                for device in self.usable:
+                    torch_devices.release(device)
+                for device in self.usable:  # each for itself: one may fail when it ends
+                    limit = {device: limits[device]} if device in limits else {}
+                    opened.enter_context(torch_devices.limited(limit))
+                    opened.enter_context(torch_devices.forked_rng([device]))
+            except RuntimeError as error:
+                if not is_of_cuda(error):
+                    raise
+                raise DevicesLostError(in_a_line(error)) from error
+            return opened.pop_all()
