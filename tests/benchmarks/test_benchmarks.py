@@ -110,7 +110,7 @@ def test_a_part_that_takes_longer_than_is_left_is_not_begun(
 
         record.part(name, work)
     parts = record.data["parts"]
-    assert "took 40 s, and 30 s" in parts["three: profile"]["skipped"]
+    assert "takes 40 s, and 30 s" in parts["three: profile"]["skipped"]
     assert [name[:5] for name in parts if "done" not in parts[name]] == ["three", "five:"]
     assert record.left_s == 0
 

@@ -236,7 +236,7 @@ def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cores:
     cluster = Cluster(name="two cores", devices=devices, links=(link,))
     extraction = extract(workload)
     signatures = op_signatures(extraction.program)
-    costs_s = {**dict.fromkeys(signatures, 1e-3), hand_over_signature(extraction): 0.0}
+    costs_s = {**dict.fromkeys(signatures, 1e-3), hand_over_signature(extraction): 1e-9}
     for kind in ("core", "core*2", "core, 2 at once"):
         session = Session(cost_s=costs_s, runs=5, spread=0.0, measured="2026-01-01")
         conditions = replace(conditions_of(devices[0]), kind=kind)
