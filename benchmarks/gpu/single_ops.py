@@ -74,7 +74,7 @@ def profiled_step(extraction: Extraction, device: torch.device) -> Sequence[Any]
     host_values = dict(next(walk(extraction)).values)  # sources, on the host
     trained = {s.value for s in program.sources if s.name in state and state[s.name].requires_grad}
     values = {v: t.to(device).requires_grad_(v in trained) for v, t in host_values.items()}
-    activities: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]  # torch's
+    activities: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with profile(activities=activities) as profiler:
         for call in program.calls:
             work = bound(call, values, device)

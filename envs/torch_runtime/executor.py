@@ -375,7 +375,7 @@ def _has_finite_sum(tensor: torch.Tensor) -> bool:
 
 
 def _in_a_line(error: BaseException) -> str:
-    name, message = type(error).__name__, str(error).partition("\n")[0]
+    name, message = type(error).__name__, torch_devices.in_a_line(error)
     if isinstance(error, RuntimeError | ValueError) and message:
         return message
     return f"{name}: {message}" if message else name

@@ -43,7 +43,7 @@ not fit, the placement is searched again with the memory that gaps left in these
 LIBRARY_BYTES: Final = 96 << 20
 """Scratch memory of cuBLAS (32 MiB on recent GPUs, for each of two streams) and cuDNN.
 
-torch's allocator gives it. What the libraries take beside that is gone when free memory is queried.
+torch's allocator gives it. Other memory of the libraries is in use before free memory is queried.
 """
 
 

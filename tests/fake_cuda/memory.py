@@ -252,7 +252,7 @@ class PageLocked:
 
     @property
     def bytes(self) -> int:
-        """What is page-locked, whether a tensor uses it or not."""
+        """Return the bytes that are page-locked, used by a tensor or not."""
         self._collect()
         return sum(self._sizes.values()) + sum(self._free)
 
@@ -277,6 +277,6 @@ class PageLocked:
         self._free.clear()
 
     def _collect(self) -> None:
-        for address in [a for a, used in self._used.items() if used.expired()]:  # type: ignore[no-untyped-call]  # as above
+        for address in [a for a, used in self._used.items() if used.expired()]:  # type: ignore[no-untyped-call]  # torch leaves it so
             del self._used[address]
             self._free.append(self._sizes.pop(address))

@@ -29,7 +29,7 @@ INSTEAD: Final = {
     "stream": "torch.cuda.stream(None)",
     "query": "True",  # as if it were over
 }
-"""What stands for a call of a function or method of this name, the ``result`` of a future too."""
+"""Replacements of calls, by the name of the function or method (``result`` is that of a future)."""
 GUARDS: Final = ("_may_overlap", "_is_stable")
 """Functions that say whether a copy needs no wait: they always do."""
 HIT: Final = re.compile(
@@ -37,7 +37,7 @@ HIT: Final = re.compile(
     r"|(?<=\.)record\(|record_event\(|record_stream\(|(?<=\.)result\(\)|(set_)?stream\()"
     r"|non_blocking|\bseen\["
 )
-"""What a line of the product says that has to do with waits or streams, by its text alone."""
+"""Pattern of lines that may wait or use streams, independent of how sites are found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the transport between workers must keep right, as scenarios in one process.
+"""Scenarios of the transport between workers, in one process.
 
 Two workers with a fake GPU each, and the parent, take turns. As in
 :mod:`tests.helpers.overlapping` each takes the seed of the order in which streams run.
@@ -79,7 +79,7 @@ def steps_of_two_workers(seed: int) -> None:
 
 
 def sending_leaves_compute_alone(_: int) -> None:
-    """What a GPU computes after it has sent something does not wait for the copy."""
+    """Check that a GPU which has sent something goes on computing during the copy."""
     with workers(0) as (sender, _reader, memory), torch.no_grad():
         sender.begin(1)  # of all orders only the latest, seed 0, leaves the copy pending
         sender.send(OUT, made(1))

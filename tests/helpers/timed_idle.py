@@ -1,4 +1,4 @@
-"""What is timed on devices begins and ends while they are idle: scenarios on two fake CUDA devices.
+"""Scenarios on two fake CUDA devices that check that timing begins and ends on idle devices.
 
 As in :mod:`tests.helpers.overlapping` each takes the seed of the order in which streams run. The
 clock of the module that measures fails when somebody looks at it while a device works.
@@ -139,7 +139,7 @@ def modules_one_by_one(seed: int) -> None:
 
 
 def a_failure_comes_late(seed: int) -> None:
-    """What a GPU fails with is known once its work is over, not when that is launched."""
+    """Check that a failure is waited for: it is known when the work is over, not at its launch."""
     with fake_cuda(2, seed=seed) as machine:
         lost = partial(machine.queues.lose, GPUS[1], "unspecified launch failure")
         machine.queues.issue(machine.default[1], lost)

@@ -161,7 +161,7 @@ class ForwardReader:
         self.inputs = 0
 
     def read(self, node: fx.Node) -> None:
-        """Take a node, which follows those that it reads."""
+        """Read a node; nodes come in the order of the program."""
         match node.op:
             case "placeholder":
                 if isinstance(example := node.meta.get("val"), torch.Tensor):

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 BOTH = pytest.mark.parametrize("extractor", ["export", "dispatch"])
 PARTS = ("softmax", "bmm", "baddbmm")
-"""What attention and products of experts consist of where they are taken apart."""
+"""Ops of attention and of products of experts that are not fused."""
 
 
 def attention(model: Any, x: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class Weighted(Function):
 
 def test_texts_that_name_no_device_are_arguments_like_others() -> None:
     tags = ["mean", "cpus", "cuda 0", ""]
-    extraction = exported(lambda m, x: Tagged.apply(m.first(x), tags))  # type: ignore[no-untyped-call]
+    extraction = exported(lambda m, x: Tagged.apply(m.first(x), tags))  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert own_calls(extraction) == [":Tagged"]
     one_process.assert_runs_as_eager(extraction, exact=True)
 

@@ -46,7 +46,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Convolution(nn.Module):
-    """As GCNConv of torch_geometric: adds self loops if the data has none."""
+    """Adds self loops if the data has none, as GCNConv of torch_geometric does."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

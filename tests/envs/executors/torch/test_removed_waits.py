@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 SEEDS: Final = range(6)
 FEW_SEEDS: Final = range(2)  # all as late as possible, or as early
 Scenarios = Mapping[str, Callable[[int], None]]
-NEW: Final[Scenarios] = {**COSTS, **HARDWARE, **STEPS, **LATE, **TRANSPORT}
+OWN_SCENARIOS: Final[Scenarios] = {**COSTS, **HARDWARE, **STEPS, **LATE, **TRANSPORT}
 """Those that are no test elsewhere."""
 
 
@@ -39,7 +39,7 @@ BY_FOLDER: Final[Mapping[str, Scenarios]] = {
     "placer/parallel/buckets.py": SCENARIOS,
     "placer/parallel/": LATE,
 }
-"""What may notice that something in a folder lacks, by the first that a path begins with."""
+"""Scenarios that may notice a removal, by folder; the first that a path begins with counts."""
 
 
 @pytest.mark.slow
@@ -50,15 +50,15 @@ def test_without_it_something_goes_wrong(site: Site) -> None:
         (name, work, seed)
         for seed in SEEDS
         for name, work in found.items()
-        if name not in NEW or seed in FEW_SEEDS
+        if name not in OWN_SCENARIOS or seed in FEW_SEEDS
     ]
     assert killer(site, selection), f"nothing fails without {site}"
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", OWN_SCENARIOS)
 def test_with_all_waits_all_goes_well(name: str) -> None:
     for seed in FEW_SEEDS:
-        NEW[name](seed)
+        OWN_SCENARIOS[name](seed)
 
 
 def test_whatever_has_to_do_with_waits_is_removed_or_kept_for_a_reason() -> None:
