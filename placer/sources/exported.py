@@ -81,8 +81,11 @@ def load(path: Path) -> Workload:
             program = _package.load_pt2(io.BytesIO(content)).exported_programs["model"]
             model = program.module(check_guards=False)
     except Exception as error:
-        reason = brief(str(error)) or type(error).__name__
-        raise TargetError(f"torch cannot load {path}: {reason}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # torch's own text holds the node and a traceback
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {cause}" if cause is not error else str(error)
+        raise TargetError(brief(f"torch cannot load {path}: {reason}")) from error
     if program.example_inputs is None:
         raise TargetError(f"{path} was saved without example inputs, so there is no step to place")
     inputs, keywords = program.example_inputs

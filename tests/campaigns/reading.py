@@ -23,7 +23,7 @@ from .mutation import CANARY
 Codes: TypeAlias = Sequence[int]
 
 LOADING_S: Final = 1.0
-"""CPU seconds to load any format; imports are done, as lanes are forked after a valid file."""
+"""CPU seconds to load any format; imports are done, as valid files were read before."""
 USING_S: Final = 10.0
 LOADING_BYTES: Final = 300e6
 USING_BYTES: Final = 1e9

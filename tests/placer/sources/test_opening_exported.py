@@ -297,6 +297,18 @@ def test_pickled_weights_are_refused(saved: Path, tmp_path: Path) -> None:
     assert "pickled objects" in opened(path)
 
 
+def test_a_broken_node_is_told_in_a_short_line(saved: Path, tmp_path: Path) -> None:
+    def renamed(program: Program) -> Program:
+        node = program["graph_module"]["graph"]["nodes"][0]
+        node["outputs"][0]["as_tensor"]["name"] = "other"
+        return program
+
+    path = with_members(saved, tmp_path / "renamed.pt2", {"models/model.json": renamed})
+    message = opened(path)
+    assert message.endswith(f"torch cannot load {path}: KeyError: 'other'")
+    assert len(message) <= 600
+
+
 def test_torch_logs_nothing_of_what_it_refuses(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
