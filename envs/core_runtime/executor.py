@@ -27,7 +27,7 @@ from envs.executors.cores.instruction_lists import (
     cpu_clock_s,
     device_lists,
 )
-from envs.executors.cores.pool import WorkerPool, lead_ns
+from envs.executors.cores.pool import WorkerPool
 from envs.executors.modules_on_cores import ModulesOnCores
 from envs.executors.process_settings import end_idle_threads
 from envs.executors.unplaced import UnplacedModel
@@ -143,7 +143,6 @@ class CoreExecutor:
             wall_s=time.perf_counter() - start_s,
             cpu_clock_s=time.thread_time()
             - start_cpu_s
-            + lead_ns(len(pool.devices)) * 1e-9
             + cpu_clock_s(lists, run.cpu_s, self.latency_s),
         )
 

@@ -31,7 +31,6 @@ from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.executors.cores.instruction_lists import device_lists, priority_order
 from envs.executors.cores.memory import WorkerMemory
 from envs.executors.cores.placed_model import PlacedModel
-from envs.executors.cores.pool import lead_ns
 from envs.executors.modules_on_cores import moving_s
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Cluster, Device
@@ -75,7 +74,7 @@ class CoreRuntime:
         ops = self.op_costs(cluster, fresh=fresh, progress=progress)
         handed, first = self._hand_over(cluster), first_of_kinds(cluster.devices[:1])
         one = {} if handed is None else handed.costs(first, fresh=fresh)
-        return StepCosts(ops=ops, hand_over_s=_hand_over_s(one, cluster))
+        return StepCosts(ops=ops, hand_over_s=_hand_over_s(one))
 
     def op_costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
@@ -104,7 +103,7 @@ class CoreRuntime:
         one = {} if handed is None else handed.known(first)
         if ops is None or one is None:
             return None
-        return StepCosts(ops=ops, hand_over_s=_hand_over_s(one, cluster))
+        return StepCosts(ops=ops, hand_over_s=_hand_over_s(one))
 
     def keep_factors(self, cluster: Cluster, factors: Factors, *, unplaced: bool = False) -> None:
         """Keep factors of costs on cores of this machine, or of the unplaced model there."""
@@ -237,10 +236,9 @@ class CoreRuntime:
         return PlacedModel(self.extraction, cluster, fitting.devices, order)
 
 
-def _hand_over_s(costs: Mapping[str, OpCosts], cluster: Cluster) -> float:
-    """Return the seconds of a hand-over to the workers of a cluster; 0 without costs."""
-    measured_s = sum(float(each.cost_s[0]) for each in costs.values())
-    return measured_s + lead_ns(len(cluster)) * 1e-9 if measured_s else 0.0
+def _hand_over_s(costs: Mapping[str, OpCosts]) -> float:
+    """Return the seconds of a hand-over to workers; 0 without costs."""
+    return sum(float(each.cost_s[0]) for each in costs.values())
 
 
 def rounds_for(step_s: float) -> int:

@@ -47,8 +47,8 @@ def profile_hand_over(
 ) -> dict[str, NDArray[np.float64]]:
     """Return the seconds of hand-overs, {device kind: (REPEATS, 1)}.
 
-    This is thread CPU time, without the lead with which the start is announced to several workers.
-    It is 0 where the model cannot be copied: such a step is measured without its hand-over.
+    This is thread CPU time. It is 0 where the model cannot be copied: such a step is measured
+    without its hand-over.
     """
     return {
         device.kind: once_more(functools.partial(_hand_overs_s, extraction, device))

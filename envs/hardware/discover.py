@@ -7,6 +7,7 @@ not both. In clusters of several hosts the host comes first: ``n1:g0``, ``n1:cud
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import warnings
@@ -22,6 +23,9 @@ from graphs.text import suggestion
 
 MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
+
+
+_SCHED_GETCPU: Final = ctypes.CDLL(None).sched_getcpu  # glibc and musl have it
 
 
 class DeviceWarning(UserWarning):
@@ -156,6 +160,11 @@ def cores_of(name: str) -> tuple[int, ...]:
             f"{', '.join(map(str, allowed))}"
         )
     return tuple(cores)
+
+
+def current_core() -> int:
+    """Return the core that this thread runs on now; it may be moved at any time."""
+    return int(_SCHED_GETCPU())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any, Final
@@ -34,7 +34,7 @@ from envs.executors.cores.instruction_lists import (
 from envs.executors.cores.processes import Holdings, WorkerProcess
 from envs.executors.cores.worker import Failed, Setup, Stamps
 from envs.hardware.cluster import Device
-from envs.hardware.discover import cores_of
+from envs.hardware.discover import cores_of, current_core
 from graphs.extract.program import StepProgram
 
 
@@ -48,17 +48,10 @@ def spread_seed(seed: int, number: int) -> int:
     return int(spread)
 
 
-LEAD_NS: Final = 300_000
-"""Time from announcing a step to its start, which is at the same instant for several workers."""
 START_TIMEOUT_S: Final = 120.0
 ENDING_S: Final = 30.0
 """Time that a worker which closed its pipe has to end, on a loaded machine."""
 NOT_STARTED: Final = -1
-
-
-def lead_ns(worker_count: int) -> int:
-    """Return the time from announcing a step to its start: a single worker starts at once."""
-    return LEAD_NS if worker_count > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +107,7 @@ class WorkerPool:
     ) -> None:
         """Start the workers and wait until they are ready."""
         self._check_apart(devices)
-        cores = [cores_of(device.name) for device in devices]
+        self._cores = [cores_of(device.name) for device in devices]
         self.program = program
         self.devices = tuple(devices)
         self.step_timeout_s = step_timeout_s
@@ -130,7 +123,7 @@ class WorkerPool:
         self._holdings.files.append(self.arena.file)
         try:
             self._load_constants()
-            self._start(cores)
+            self._start()
         except BaseException:
             self.close()
             raise
@@ -152,7 +145,7 @@ class WorkerPool:
         self._lists[self._number] = tuple(tuple(instructions) for instructions in lists)
         of_all = self._lists[self._number]
         self._clocked[self._number] = [_ListClock(instructions) for instructions in of_all]
-        self._ask([("load", {"number": self._number, "instructions": own}) for own in of_all])
+        self._ask_all([("load", {"number": self._number, "instructions": own}) for own in of_all])
         return self._number
 
     def unload(self, number: int) -> None:
@@ -161,24 +154,25 @@ class WorkerPool:
         self._call("unload", number=number)
 
     def run(self, number: int, *, each: bool = False) -> StepRun:
-        """Run one step on all devices; its results are then in the arena.
+        """Run one step on the devices that have instructions; its results are then in the arena.
 
         Times stretches of instructions; with ``each``, every instruction, which costs a
         microsecond each.
         """
         for d in range(len(self.devices)):
             self._board[d] = NOT_STARTED
-        start_ns = time.perf_counter_ns() + lead_ns(len(self.devices))
-        message = ("run", {"number": number, "start_ns": start_ns, "each": each})
-        answers: list[Stamps] = self._ask([message] * len(self._workers), number)
         lists, clocks = self._lists[number], self._clocked[number]
-        active = [a for a, instructions in zip(answers, lists, strict=True) if instructions]
-        wall_ns = max(answer.end_ns for answer in active) - min(a.start_ns for a in active)
+        message = ("run", {"number": number, "each": each})
+        answers = self._ask({d: message for d in self._by_start() if lists[d]}, number)
+        ends_ns, starts_ns = zip(*((a.end_ns, a.start_ns) for a in answers.values()), strict=True)
 
         def read_cpu_s() -> tuple[NDArray[np.float64], ...]:
-            return tuple(own.cpu_s(a) for own, a in zip(clocks, answers, strict=True))
+            return tuple(
+                clock.cpu_s(answers[d]) if d in answers else np.zeros(0)
+                for d, clock in enumerate(clocks)
+            )
 
-        return StepRun(wall_ns * 1e-9, read_cpu_s)
+        return StepRun((max(ends_ns) - min(starts_ns)) * 1e-9, read_cpu_s)
 
     def count_memory(self, number: int) -> None:
         """Release unused memory in all workers, and count their peaks from here on.
@@ -208,7 +202,7 @@ class WorkerPool:
         """Load the states from :meth:`random_state`."""
         if len(states) != len(self._workers):
             raise ValueError(f"{len(states)} states are not for {len(self._workers)} workers")
-        self._ask([("load_random_state", {"state": s.numpy().tobytes()}) for s in states])
+        self._ask_all([("load_random_state", {"state": s.numpy().tobytes()}) for s in states])
 
     def close(self) -> None:
         """End the workers at once; safe to call twice."""
@@ -230,7 +224,7 @@ class WorkerPool:
             elif source.role == "tangent":
                 self.arena.value(source.value).fill_(1.0)
 
-    def _start(self, cores: Sequence[tuple[int, ...]]) -> None:
+    def _start(self) -> None:
         count = len(self.devices)
         board = self._kept(os.memfd_create("placer-board", os.MFD_CLOEXEC))
         os.ftruncate(board, 8 * count)
@@ -238,7 +232,7 @@ class WorkerPool:
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         counters = [self._kept(os.eventfd(0, flags)) for _ in range(count * (count - 1))]
         shared = [self.arena.file.fileno(), board, *counters]
-        for device, its_cores in zip(self.devices, cores, strict=True):
+        for device, its_cores in zip(self.devices, self._cores, strict=True):
             self._workers.append(WorkerProcess(device, its_cores, shared, START_TIMEOUT_S))
         without_constants = replace(  # the arena holds them
             self.program,
@@ -248,9 +242,9 @@ class WorkerPool:
         seed = torch.initial_seed()
         setups = [
             Setup(d, count, len(its_cores), spread_seed(seed, d), without_constants, custom_ops)
-            for d, its_cores in enumerate(cores)
+            for d, its_cores in enumerate(self._cores)
         ]
-        self._ask(setups, timeout_s=START_TIMEOUT_S)
+        self._ask(dict(enumerate(setups)), timeout_s=START_TIMEOUT_S)
         for worker in self._workers:
             worker.bound(self.step_timeout_s)
 
@@ -259,17 +253,33 @@ class WorkerPool:
         self._holdings.files.append(os.fdopen(descriptor, "rb", buffering=0))
         return descriptor
 
+    def _by_start(self) -> list[int]:
+        """Return the devices in the order in which their workers start a step.
+
+        The worker of the core that this process runs on comes last: it may take the core at once.
+        """
+        here = current_core()
+        return sorted(range(len(self.devices)), key=lambda d: here in self._cores[d])
+
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker; return the results by device."""
-        return self._ask([(method, arguments)] * len(self._workers))
+        return self._ask_all([(method, arguments)] * len(self._workers))
+
+    def _ask_all(self, messages: Sequence[object]) -> list[Any]:
+        """Send every worker its message; return the answers by device."""
+        answers = self._ask(dict(enumerate(messages)))
+        return [answers[d] for d in range(len(self._workers))]
 
     def _ask(
         self,
-        messages: Sequence[object],
+        messages: Mapping[int, object],
         number: int | None = None,
         timeout_s: float | None = None,
-    ) -> list[Any]:
-        """Send every worker a message and return the answers; ``number`` is the list that runs."""
+    ) -> dict[int, Any]:
+        """Send workers a message each, in this order, and return the answers by device.
+
+        ``number`` is that of the list that runs.
+        """
         if self.closed:
             raise WorkerError("the workers of this pool have ended")
         try:
@@ -279,28 +289,28 @@ class WorkerPool:
             raise
 
     def _exchange(
-        self, messages: Sequence[object], number: int | None, timeout_s: float
-    ) -> list[Any]:
-        for d, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
+        self, messages: Mapping[int, object], number: int | None, timeout_s: float
+    ) -> dict[int, Any]:
+        for d, message in messages.items():
             try:
-                worker.connection.send_bytes(pickle.dumps(message))  # faster than send
+                self._workers[d].connection.send_bytes(pickle.dumps(message))  # faster than send
             except BlockingIOError:
                 raise self._hung([d], number, timeout_s) from None
             except OSError:
-                raise self._failure(worker, "died", number) from None
+                raise self._failure(self._workers[d], "died", number) from None
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
-        open_ends = {id(w.connection): d for d, w in enumerate(self._workers)}
-        while len(answers) < len(self._workers):
-            waiting = [w.connection for d, w in enumerate(self._workers) if d not in answers]
+        open_ends = {id(self._workers[d].connection): d for d in messages}
+        while len(answers) < len(messages):
+            waiting = [self._workers[d].connection for d in messages if d not in answers]
             # A single worker is waited for by its pipe, which has the same limit.
-            alone = len(self._workers) == 1
+            alone = len(messages) == 1
             ready = waiting if alone else wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
             for d in (open_ends[id(connection)] for connection in ready):
                 answers[d] = self._answer(d, number, timeout_s)
-        return [answers[d] for d in range(len(self._workers))]
+        return answers
 
     def _answer(self, device: int, number: int | None, timeout_s: float) -> Any:
         worker = self._workers[device]

@@ -41,7 +41,6 @@ CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 RESET_PEAK: Final = "5"
 """Makes the kernel reset the peak of resident memory, see proc(5)."""
 
-WAKE_UP_NS: Final = 100_000
 READINGS: Final = 101
 
 
@@ -158,20 +157,13 @@ class Worker:
         """Drop a compiled list."""
         del self.lists[number], self.list_bytes[number]
 
-    def run(self, number: int, start_ns: int, *, each: bool) -> Stamps:
-        """Run a list from ``start_ns`` (monotonic clock) on.
-
-        The clock is read after each instruction, or after each stretch of them.
-        """
+    def run(self, number: int, *, each: bool) -> Stamps:
+        """Run a list; read the clock after each instruction, or after each stretch of them."""
         compiled = self.lists[number]
         table, board, clock = compiled.table, self.position, self.clock
         parts = [[step] for step in compiled.steps] if each else compiled.stretches
         stamps = array("q", bytes(8 * (len(parts) + 1)))
         self.signals.reset()
-        while (left_ns := start_ns - time.perf_counter_ns()) > 0:
-            # Sleeping leaves the core to the parent, which may not have told all workers yet.
-            if left_ns > WAKE_UP_NS:
-                time.sleep((left_ns - WAKE_UP_NS) * 1e-9)
         stamps[0] = clock()
         start_ns = time.perf_counter_ns()
         position = 0

@@ -26,7 +26,6 @@ from envs.costs.cached_costs import (
 from envs.costs.hand_over import hand_over_signature
 from envs.costs.ops import op_signatures, profile_runs
 from envs.costs.roofline import check_cluster
-from envs.executors.cores.pool import lead_ns
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import discover
 from graphs.extract import Extraction, Workload, extract
@@ -371,4 +370,4 @@ def test_cores_that_the_step_may_not_fit_on_do_not_run_it_at_once(cache: CostCac
     known = CoreRuntime(extraction, small).known_costs(small)
     assert known is not None
     assert known.ops["core"].loaded_s is None
-    assert known.hand_over_s == 1.0 + lead_ns(2) * 1e-9
+    assert known.hand_over_s == 1.0

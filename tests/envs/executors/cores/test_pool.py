@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,35 @@ def test_instructions_and_stretches_of_them_are_timed_without_waits() -> None:
         with_work = {part.stop - 1 for part in parts if any(worked[part.start : part.stop])}
         last = {part.stop - 1 for part in parts if not waited[part.start]}
         assert with_work <= set(np.flatnonzero(stretches_s)) <= last
+
+
+def test_a_worker_without_instructions_takes_no_part_in_a_step() -> None:
+    with Pool() as pool:
+        count = pool.extraction.program.op_count
+        number = pool.load(device_lists(pool.program, [0] * count, range(count), 2))
+        os.kill(worker_ids(pool)[1], signal.SIGSTOP)
+        step = pool.run(number)
+    assert [len(times_s) > 0 for times_s in step.cpu_s] == [True, False]
+    assert step.wall_s > 0
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_the_worker_that_may_take_this_core_is_told_last(
+    here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "current_core", lambda: CORES[here])
+    told: list[int] = []
+    with Pool() as pool:
+        for d, worker in enumerate(pool._workers):
+            send = worker.connection.send_bytes
+
+            def noted(message: bytes, d: int = d, send: Any = send) -> None:
+                told.append(d)
+                send(message)
+
+            monkeypatch.setattr(worker.connection, "send_bytes", noted)
+        pool.run(pool.number)
+    assert told == [1 - here, here]
 
 
 def run_for_ever(pool: Pool) -> None:
