@@ -84,15 +84,16 @@ def run(args: argparse.Namespace) -> int:
     step = target_of(args).load(weights=predict)
     extraction = extraction_for(step, placement.device_names, args.extractor)
     with usage_errors(ExportError):
+        problem, remarks = _problem(extraction, placement, args.memory, measure=predict)
         exported = export_extracted(
             format_named(args.format),
             extraction,
             placement,
-            problem=_problem(extraction, placement, args.memory, measure=predict),
+            problem=problem,
             renamed=args.renamed,
             main_device=args.main_device,
         )
-    for remark in exported.summary:
+    for remark in [*exported.summary, *remarks]:
         say(args, remark)
     out = None if args.out is None else str(args.out)
     if args.out is not None:
@@ -106,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
             lambda _: print(exported.text, end=""),
         )
     return 0
+
+
+UNKNOWN_COSTS: Final = "no step is predicted, as op costs are not known: --predict measures them"
+"""They are kept if they were measured on a quiet machine, or three times on a busy one."""
 
 
 def renamings(text: str) -> dict[str, str]:
@@ -125,16 +130,19 @@ def _placement(path: Path) -> Placement:
 
 def _problem(
     extraction: Extraction, placement: Placement, memory: dict[str, int], *, measure: bool
-) -> Problem | None:
-    """Return the placed graph with op costs; None if costs are unknown and not to be measured."""
+) -> tuple[Problem | None, list[str]]:
+    """Return the placed graph with op costs, None without them, and a remark if they can be had."""
     from envs.hardware.discover import discover
     from envs.runtime import costed_problem, known_problem, runtime_for
 
     try:
         cluster = discover(",".join(placement.device_names), memory)
         runtime = runtime_for(extraction, cluster)
-        return (costed_problem if measure else known_problem)(runtime, cluster)
+        if measure:
+            return costed_problem(runtime, cluster), []
+        problem = known_problem(runtime, cluster)
     except ValueError:  # devices elsewhere, a module graph, or unknown memory
         if measure:
             raise
-        return None
+        return None, []
+    return problem, [] if problem else [UNKNOWN_COSTS]
