@@ -161,7 +161,7 @@ class Result:
         if not placed:
             others = [each for each in self.candidates if each is not best]
             sentences = [verdicts.only_unplaced(best, others, contended=contended)]
-            return [*sentences, *self._refusal]
+            return [*sentences, *self._undecided_threads, *self._refusal]
         fastest = _fastest(placed, contended=contended)
         baseline = fastest if best.is_unplaced else single
         # Threads of one process have no common CPU clock.
@@ -169,17 +169,30 @@ class Result:
         if contended and (sentence := verdicts.undecided(best, baseline)):
             return [sentence]
         if best.is_unplaced:
-            return [verdicts.leave_unplaced(best, fastest, contended=contended)]
+            left = verdicts.leave_unplaced(best, fastest, contended=contended)
+            return [left, *self._undecided_threads]
+        against = self._undecided_threads
+        if not against and self.unplaced is not single:
+            against = [verdicts.against_unplaced(best, self.unplaced, contended=contended)]
         sentences = [
             verdicts.no_single_device(placed, self.problem)
             if single is None
             else verdicts.gain(best, single, self.lower_bound_s, contended=contended),
-            ""
-            if self.unplaced is single
-            else verdicts.against_unplaced(best, self.unplaced, contended=contended),
+            *against,
             verdicts.proof(placed, self.lower_bound_s),
         ]
         return [sentence for sentence in sentences if sentence]
+
+    @property
+    def _undecided_threads(self) -> list[str]:
+        """Return that the model with torch's threads ran beside the best, but tells nothing."""
+        contended = self.contended and self.best.is_comparable(contended=True)
+        return [
+            verdicts.against_unplaced(self.best, each, contended=contended)
+            for each in self.candidates
+            if each.is_on_threads and each.measurement is not None
+            if each.failure or not each.is_comparable(contended=contended)
+        ]
 
     @property
     def _refusal(self) -> list[str]:

@@ -126,6 +126,7 @@ def tie(best: Candidate, candidates: Sequence[Candidate], *, contended: bool) ->
         each
         for each in candidates
         if each.measurement is not None and each.can_run and not each.eliminated
+        if each.is_comparable(contended=contended)
     ]
     if best.measurement is None or all(
         best_s <= each.ranking_s(contended=contended) for each in ran

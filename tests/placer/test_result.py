@@ -119,6 +119,12 @@ def test_without_measurements_the_prediction_decides_and_then_simplicity() -> No
     assert set(simplicity[len(ranked) :]) == {ranked[-1] + 1}
 
 
+TOO_BUSY_FOR_THREADS = (
+    "Undecided against the unplaced model with torch's threads on the same cores: the machine is "
+    "too busy to compare."
+)
+
+
 def unplaced(device: str, wall_s: float, cpu_clock_s: float | None = None) -> Candidate:
     """Return the unplaced model on a core or several, with these times in three runs."""
     times = np.full(3, wall_s)
@@ -168,11 +174,50 @@ def test_on_a_busy_machine_the_unplaced_model_on_one_core_is_compared_by_its_cpu
     assert result.best is placed
     assert result.single is result.unplaced is alone
     assert result.speedup == pytest.approx(2.0 / 1.5)
+    assert result.verdict == (
+        f"1.33x faster than the unplaced model on core:0, by CPU-clock time. {TOO_BUSY_FOR_THREADS}"
+    )
+    assert not any("within noise" in remark for remark in result.remarks)
     assert np.isnan(result.speedup_of(joined))
     assert choose([joined, alone, busy(HEFT, 2.5), single]) is alone
     assert choose([joined, alone]) is joined, "without a placement wall times decide"
     [remark] = [each for each in result_of([joined, alone]).remarks if "was busy" in each]
     assert "only wall times" in remark
+
+
+def failed(made: Candidate) -> Candidate:
+    """Return a candidate that failed when it was run."""
+    assert made.measurement is not None
+    return replace(made, measurement=replace(made.measurement, failure="it died"))
+
+
+def test_the_verdict_judges_torchs_threads_beside_the_model_on_one_core() -> None:
+    alone, joined = unplaced("core:0", 2.0), unplaced("core:0-1", 1.5)
+    placed, single = candidate(HEFT, 1.0, [1.0] * 3), candidate(SINGLE, 1.0, [3.0] * 3)
+    gain = "2.00x faster than the unplaced model on core:0, measured."
+    undecided = (
+        "Undecided against the unplaced model with torch's threads on the same cores, which could "
+        "not be run."
+    )
+    assert result_of([failed(joined), alone, placed, single]).verdict == f"{gain} {undecided}"
+    slower = replace(joined, eliminated=True)
+    assert result_of([slower, alone, placed, single]).verdict == gain
+    best_alone = result_of([failed(joined), alone, candidate(HEFT, 1.0, [3.0] * 3)])
+    assert best_alone.verdict == (
+        "Nothing to gain: leave the model unplaced. It is 1.50x faster than the fastest placement, "
+        f"HEFT. {undecided}"
+    )
+    without_placements = result_of([failed(joined), alone])
+    assert without_placements.verdict == f"Leave the model unplaced, on core:0. {undecided}"
+
+
+def test_on_a_busy_machine_torchs_threads_stay_undecided_whichever_model_is_the_baseline() -> None:
+    joined, placed = unplaced("core:0-1", 1.0), busy(HEFT, 1.5)
+    slow_alone = unplaced("core:0", 8.0, cpu_clock_s=4.0)
+    result = result_of([joined, slow_alone, placed, busy(SINGLE, 3.0)])
+    assert result.verdict == f"2.00x faster than a, by CPU-clock time. {TOO_BUSY_FOR_THREADS}"
+    alone = unplaced("core:0", 2.0, cpu_clock_s=1.0)
+    assert result_of([joined, alone, placed]).verdict.endswith(f"HEFT. {TOO_BUSY_FOR_THREADS}")
 
 
 def by_clocks(made: Candidate, cpu_clock_s: float, wall_s: float) -> Candidate:
