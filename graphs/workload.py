@@ -119,6 +119,13 @@ class Workload:
         inputs, keywords = tree_map(lambda leaf: leaf, (step.inputs, step.keywords))
         return replace(step, inputs=inputs, keywords=keywords)
 
+    def check_complete(self, **others: Any) -> None:
+        """Raise ValueError if an argument that goes with a model alone is given beside this."""
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ValueError(
+                f"a workload has its own {' and '.join(given)}: leave {' and '.join(given)} out"
+            )
+
     def unpacked(
         self, batch: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -293,9 +293,10 @@ def _source(
 
         if not isinstance(model, Workload):
             return Workload.of(model, second, loss, target=target, training=training), devices
+        model.check_complete(loss=loss, target=target, training=None if training else False)
         source = model
     if not (loss is None and target is None and (training or isinstance(source, Target))):
-        raise ValueError("loss, target and training are for a model alone: a workload has its own")
+        raise ValueError("loss, target and training are for a model: a graph or target has none")
     if second is None:
         return source, devices
     if devices not in ("auto", None):

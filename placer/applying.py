@@ -30,7 +30,7 @@ from placer.result import Result
 
 
 def apply(
-    model: nn.Module,
+    model: nn.Module | Workload,
     placement: Result | Placement | str | Path,
     example_inputs: Any = None,
     *,
@@ -61,9 +61,10 @@ def apply(
     models take inputs with the shapes and dtypes of the example only.
 
     Args:
-        model: the model that was placed, or one with the same architecture.
+        model: the model that was placed, or one with the same architecture; or a workload, which
+            has its own inputs, loss, optimizer and dtype.
         placement: the result of :func:`optimize`, or a placement (file).
-        example_inputs: as for :func:`optimize`; required with a placement (file).
+        example_inputs: as for :func:`optimize`; required with a model and a placement (file).
         loss: as for :func:`optimize`.
         target: as for :func:`optimize`.
         training: as for :func:`optimize`; may be left out, since the placement tells it.
@@ -85,12 +86,16 @@ def apply(
     """
     own = _placement_of(placement)
     _check_mode(own, training, loss)
+    _check_workload(own, model, example_inputs, loss, target, training, optimizer, dtype)
     check_can_run(own)
     hosts: tuple[Host, ...] = ()
     if isinstance(placement, Result) and not own.unplaced:
         hosts = placement.problem.cluster.hosts
     if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
+        if isinstance(model, Workload):
+            optimizer = model.optimizer
+            model = model.model
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
         same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
         extraction = made_for if same else extract(step, made_for.extractor)
@@ -137,7 +142,7 @@ def _applied(
 def export(
     placement: Result | Placement | str | Path,
     format: str,
-    model: nn.Module | None = None,
+    model: nn.Module | Workload | None = None,
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -158,8 +163,8 @@ def export(
         placement: the result of :func:`optimize`, or a placement (file).
         format: ``"device-map"``, ``"pipeline"``, ``"layer-counts"`` or ``"override-regex"``; see
             :mod:`placer.exports`.
-        model: the model that was placed; required with a placement (file).
-        example_inputs: as for :func:`optimize`; required with a placement (file).
+        model: the model that was placed, or its workload; required with a placement (file).
+        example_inputs: as for :func:`apply`.
         loss: as for :func:`optimize`.
         target: as for :func:`optimize`.
         training: as for :func:`apply`.
@@ -178,6 +183,7 @@ def export(
     """
     write, own = format_named(format), _placement_of(placement)
     _check_mode(own, training, loss)
+    _check_workload(own, model, example_inputs, loss, target, training, optimizer, dtype)
     if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
     else:
@@ -193,7 +199,7 @@ def export(
 
 
 def _extracted(
-    model: nn.Module | None,
+    model: nn.Module | Workload | None,
     example_inputs: Any,
     loss: Callable[[Any, Any], torch.Tensor] | None,
     target: Any,
@@ -202,10 +208,12 @@ def _extracted(
     extractor: str,
     placement: Placement,
 ) -> Extraction:
+    if isinstance(model, Workload):
+        return extraction_for(model, placement.device_names, extractor)
     if model is None or example_inputs is None:
         raise ValueError(
             "a placement holds neither the model nor its inputs: give model and example_inputs "
-            "(and loss) as for optimize"
+            "(and loss) as for optimize, or a workload"
         )
     step = Workload.of(
         model,
@@ -229,6 +237,34 @@ def _check_mode(placement: Placement, training: bool | None, loss: object) -> No
     if training not in (None, placement.is_training):
         kind = "a training step" if placement.is_training else "inference"
         raise ValueError(f"the placement is of {kind}: leave training={training} out")
+
+
+def _check_workload(
+    placement: Placement,
+    model: nn.Module | Workload | None,
+    example_inputs: Any,
+    loss: object,
+    target: Any,
+    training: bool | None,
+    optimizer: object,
+    dtype: str,
+) -> None:
+    """Raise ValueError if a workload is not of the placement's mode, or not all that is given."""
+    if not isinstance(model, Workload):
+        return
+    model.check_complete(
+        example_inputs=example_inputs,
+        loss=loss,
+        target=target,
+        training=training,
+        optimizer=optimizer,
+        dtype=None if dtype == FULL else dtype,
+    )
+    if model.training != placement.is_training:
+        kind = "a training step" if placement.is_training else "inference"
+        raise ValueError(
+            f"the placement is of {kind}: give a workload with training={placement.is_training}"
+        )
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:

@@ -161,25 +161,53 @@ class Result:
         if not placed:
             others = [each for each in self.candidates if each is not best]
             sentences = [verdicts.only_unplaced(best, others, contended=contended)]
-            return [*sentences, *self._refusal]
-        fastest = _fastest(placed, contended=contended)
-        baseline = fastest if best.is_unplaced else single
-        # Threads of one process have no common CPU clock.
-        contended = contended and best.is_comparable(contended=True)
+            return [*sentences, *self._undecided_threads, *self._refusal]
+        contended = self._by_cpu_clock
+        baseline = single
+        if best.is_unplaced:
+            where = best.placement.used_devices
+            # On the same device a program leaves the model unplaced, too.
+            elsewhere = [each for each in placed if each.placement.used_devices != where]
+            baseline = _fastest(elsewhere, contended=contended)
         if contended and (sentence := verdicts.undecided(best, baseline)):
             return [sentence]
         if best.is_unplaced:
-            return [verdicts.leave_unplaced(best, fastest, contended=contended)]
+            left = verdicts.leave_unplaced(
+                best, self._fastest_placement, contended=contended, is_short=self.unconfirmed
+            )
+            return [left, *self._undecided_threads]
+        against = self._undecided_threads
+        if not against and self.unplaced is not single:
+            against = [verdicts.against_unplaced(best, self.unplaced, contended=contended)]
         sentences = [
             verdicts.no_single_device(placed, self.problem)
             if single is None
             else verdicts.gain(best, single, self.lower_bound_s, contended=contended),
-            ""
-            if self.unplaced is single
-            else verdicts.against_unplaced(best, self.unplaced, contended=contended),
+            *against,
             verdicts.proof(placed, self.lower_bound_s),
         ]
         return [sentence for sentence in sentences if sentence]
+
+    @property
+    def _by_cpu_clock(self) -> bool:
+        """Return whether CPU-clock times compare the best; threads of one process have none."""
+        return self.contended and self.best.is_comparable(contended=True)
+
+    @property
+    def _fastest_placement(self) -> Candidate | None:
+        placed = [each for each in self.candidates if not each.is_unplaced]
+        return _fastest(placed, contended=self._by_cpu_clock)
+
+    @property
+    def _undecided_threads(self) -> list[str]:
+        """Return that the model with torch's threads ran beside the best, but tells nothing."""
+        contended = self._by_cpu_clock
+        return [
+            verdicts.against_unplaced(self.best, each, contended=contended)
+            for each in self.candidates
+            if each.is_on_threads and each.measurement is not None
+            if each.failure or not each.is_comparable(contended=contended)
+        ]
 
     @property
     def _refusal(self) -> list[str]:
@@ -200,12 +228,14 @@ class Result:
         ]
         if self.extraction is not None:
             lines.append(remarks.whole_modules(self.extraction))
-        lines.append(remarks.busy_machine(self.candidates, contended=contended))
-        if self.unconfirmed:
+        is_said = verdicts.is_undecided(best, self._fastest_placement, contended=self._by_cpu_clock)
+        if self.unconfirmed and not is_said:
             lines.append(remarks.few_rounds(best))
+        lines.append(remarks.busy_machine(self.candidates, contended=contended))
         if single is not None and not (best.is_unplaced or single.is_unplaced):
             lines.append(remarks.impossible_gain(self.speedup, single, self.lower_bound_s))
-        lines.append(remarks.tie(best, self.candidates, contended=contended))
+        if not is_said:
+            lines.append(remarks.tie(best, self.candidates, contended=contended))
         lines.append(remarks.scatter(best))
         if single is not None and single is not best:
             lines.append(remarks.scatter(single))

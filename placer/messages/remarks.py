@@ -10,7 +10,7 @@ import numpy as np
 from envs.hardware.core_sets import has_several_cores
 from envs.hardware.discover import is_core
 from envs.hardware.units import ratio_of
-from envs.measurement import CONTENDED
+from envs.measurement import CONTENDED, Measurement
 from envs.measurement import contended as is_contended
 from envs.placement import Placement
 from envs.problem import Problem
@@ -103,9 +103,13 @@ def long_runs(needed_s: float, seconds: float) -> str:
 
 def few_rounds(best: Candidate) -> str:
     """Return how sure an answer is that time did not suffice to confirm."""
-    rounds = 0 if best.measurement is None else len(best.measurement.wall_s)
-    some = "one round" if rounds == 1 else f"{rounds} rounds"
-    return f"Only {some} decided: a longer --measure-budget makes the answer surer."
+    rounds = "0 rounds" if best.measurement is None else round_count(best.measurement)
+    return f"Only {rounds} decided: a longer --measure-budget makes the answer surer."
+
+
+def round_count(runs: Measurement) -> str:
+    """Return the number of rounds as words."""
+    return "one round" if len(runs.wall_s) == 1 else f"{len(runs.wall_s)} rounds"
 
 
 def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) -> str:
@@ -126,6 +130,7 @@ def tie(best: Candidate, candidates: Sequence[Candidate], *, contended: bool) ->
         each
         for each in candidates
         if each.measurement is not None and each.can_run and not each.eliminated
+        if each.is_comparable(contended=contended)
     ]
     if best.measurement is None or all(
         best_s <= each.ranking_s(contended=contended) for each in ran

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from envs.hardware.units import milliseconds, ratio_of
 from envs.measurement import tied
 from envs.problem import Problem
-from placer.messages.remarks import CPU_CLOCK, NO_HEADROOM
+from placer.messages.remarks import CPU_CLOCK, NO_HEADROOM, round_count
 from placer.search.candidate import Candidate
 
 
@@ -99,24 +99,46 @@ def sentence_count(text: str) -> int:
     return text.removesuffix(".").count(". ") + 1
 
 
+def is_undecided(best: Candidate, fastest: Candidate | None, *, contended: bool) -> bool:
+    """Return whether a placement was faster than the unplaced model, the best, but within noise.
+
+    By as little as no headroom it gains nothing, and on the same device nothing is placed either.
+    """
+    if not best.is_unplaced or fastest is None:
+        return False
+    runs, of_unplaced = fastest.measurement, best.measurement
+    if runs is None or of_unplaced is None or not tied(runs, of_unplaced, contended=contended):
+        return False
+    ratio = ratio_of(runs.step_s(contended=contended), of_unplaced.step_s(contended=contended))
+    is_elsewhere = fastest.placement.used_devices != best.placement.used_devices
+    return is_elsewhere and ratio < 1 - NO_HEADROOM
+
+
 def leave_unplaced(
-    unplaced: Candidate, fastest: Candidate | None, *, contended: bool = False
+    unplaced: Candidate, fastest: Candidate | None, *, contended: bool, is_short: bool
 ) -> str:
-    """Return that no placement gains anything over the unplaced model, and by how much."""
+    """Return whether a placement may gain anything over the unplaced model, and how much.
+
+    ``is_short`` tells that rounds were few for want of time.
+    """
     [device] = unplaced.placement.used_devices
     where = f", on {device}" if len(unplaced.placement.device_names) > 1 else ""
-    nothing = f"Nothing to gain: leave the model unplaced{where}."
+    leave = f"leave the model unplaced{where}"
+    nothing = f"Nothing to gain: {leave}."
     if fastest is None or fastest.measurement is None or unplaced.measurement is None:
         return nothing
     ratio = ratio_of(
         fastest.measurement.step_s(contended=contended),
         unplaced.measurement.step_s(contended=contended),
     )
+    took = f"{fastest.name} took {ratio:.2f}x as long"
+    if is_undecided(unplaced, fastest, contended=contended):
+        longer = "measure longer (--measure-budget)"
+        again = longer if is_short else "measure again on a quieter machine"
+        rounds = round_count(fastest.measurement)
+        return f"Undecided: {leave}, or {again}: {took}, which {rounds} cannot tell from noise."
     if tied(fastest.measurement, unplaced.measurement, contended=contended):
-        return (
-            f"{nothing} No placement is faster by more than noise: {fastest.name} took "
-            f"{ratio:.2f}x as long."
-        )
+        return f"{nothing} No placement is faster by more than noise: {took}."
     return f"{nothing} It is {ratio:.2f}x faster than the fastest placement, {fastest.name}."
 
 

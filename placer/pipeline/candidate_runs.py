@@ -161,7 +161,8 @@ class CandidateRuns:
         rounds = -(-self._final_rounds(steps_s) // FINAL_STARTS)
         starts = self._final_starts(steps_s) if kept and rounds else 0
         if not starts:
-            self.unconfirmed = any(_rounds(each) <= FEWEST_ROUNDS for each in kept)
+            once = any(_rounds(each) == 1 for each in before if each.can_run)
+            self.unconfirmed = once or any(_rounds(each) <= FEWEST_ROUNDS for each in kept)
             return before
         self.progress.stage("Running the fastest once more")
         again: dict[Candidate, Candidate] = {}

@@ -234,8 +234,7 @@ def _source(model: nn.Module | Workload | str, inputs: Any, *, training: bool) -
         name = model if model.startswith(PREFIX) else f"{PREFIX}{model}"
         return Target(name=name, training=training)
     if isinstance(model, Workload):
-        if inputs is not None:
-            raise ValueError("a workload has its own inputs: leave inputs out")
+        model.check_complete(inputs=inputs)
         return model
     if inputs is None:
         from placer.sources.huggingface import made_up

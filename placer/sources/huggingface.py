@@ -40,6 +40,7 @@ from graphs.text import suggestion
 from placer.sources.huggingface_config import (
     CONFIG_NAME,
     OF_LOADING,
+    OWN_FUNCTION,
     check_harmless,
     quantization_method,
     read_config,
@@ -56,9 +57,6 @@ weights."""
 WITHOUT_HUB: Final = MappingProxyType({"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1"})
 """Environment variables read when transformers is imported: without them it downloads and runs
 kernels if the package kernels is installed."""
-OWN_FUNCTION: Final = (
-    "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
-)
 
 SIZES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -236,8 +234,8 @@ def _config(transformers: Any, request: Request) -> Any:
     _check_fields(usual, request)
     with _refusing(request):
         config = maker(**{**sizes, **request.fields})
-    # The key-value cache is for generating text.
-    config.use_cache = False
+    if "use_cache" not in request.fields:  # the key-value cache is for generating text
+        config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
     longest = _longest(config)
@@ -271,7 +269,8 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
     hint = suggestion(f"{PREFIX}{name}", known, cutoff=0.75)  # the prefix is alike in all
     raise TargetError(
         f"{request}: there is no such folder, and neither a type that transformers knows nor a "
-        f"model whose sizes placer knows has this name{hint or ';'} {_known()}"
+        f"model whose sizes placer knows has this name{hint or ';'} {_known()}; for "
+        f"another model {OWN_FUNCTION}"
     )
 
 
@@ -317,6 +316,7 @@ def _check_fields(config: Any, request: Request) -> None:
     for name in request.fields:
         if name not in known:
             hint = suggestion(name, ["batch", "sequence", *known])
+            hint = f"; {OWN_FUNCTION}" if name in OF_LOADING else hint
             raise TargetError(f"{request} has no field {name!r}{hint}")
 
 

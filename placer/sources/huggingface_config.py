@@ -11,6 +11,9 @@ from typing import Any, Final
 from graphs.strict_json import load_checked, table, within
 
 CONFIG_NAME: Final = "config.json"
+OWN_FUNCTION: Final = (
+    "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
+)
 OF_CODE: Final = frozenset({"auto_map", "code_revision", "custom_pipelines", "trust_remote_code"})
 """Keys by which a folder refers to its own classes."""
 OF_LOADING: Final = OF_CODE | {
@@ -80,12 +83,13 @@ def check_harmless(value: object, where: str = "") -> None:
 
 def _check_entry(key: str, item: object, where: str) -> None:
     if key in OF_CODE or re.fullmatch("__.*__", key):
-        raise ValueError(f"{where} is no field of a model")
+        raise ValueError(f"{where} is no field of a model, and no code is loaded; {OWN_FUNCTION}")
     if IMPLEMENTATION.fullmatch(key):
         _check_implementation(item, where)
     if (key in OF_WEIGHTS and item) or (key in OF_HUB and set("/:") & set(str(item))):
         raise ValueError(
-            f"{where} asks for weights or models from elsewhere, and nothing is downloaded"
+            f"{where} asks for weights or models from elsewhere, and nothing is downloaded; "
+            f"{OWN_FUNCTION}"
         )
     check_harmless(item, where)
 

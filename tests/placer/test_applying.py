@@ -62,6 +62,25 @@ def test_a_placement_knows_whether_it_is_of_inference(path: Path) -> None:
             placer.apply(model, placement, (x, x), loss=nn.functional.mse_loss)
 
 
+def test_a_workload_is_applied_and_exported_as_it_was_placed(path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    step = placer.Workload.of(model, (x, x), nn.functional.mse_loss, optimizer="sgd")
+    search = placer.SearchConfig(budget="10e", policy=None, measure=False)
+    result = placer.optimize(step, "cpu", search=search, progress=False)
+    result.save(path)
+    for placement in (result, path):
+        placed = placer.apply(step, placement)
+        assert placed.step(x, x) > placed.step(x, x), "the step updates the parameters"
+        assert placer.export(placement, "device-map", step).content == {"": "cpu"}
+        with pytest.raises(ValueError, match="a workload has its own example_inputs: leave"):
+            placer.apply(step, placement, (x, x))
+        with pytest.raises(ValueError, match="a workload has its own loss and dtype: leave"):
+            placer.export(placement, "device-map", step, loss=nn.functional.mse_loss, dtype="bf16")
+    inference = placer.Workload.of(model, x, training=False)
+    with pytest.raises(ValueError, match="of a training step: give a workload with training=True"):
+        placer.apply(inference, path)
+
+
 def test_an_input_of_another_dtype_is_refused_with_both_dtypes() -> None:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     search = placer.SearchConfig(budget="10e", policy=None, measure=False)

@@ -74,6 +74,13 @@ def test_placements_that_the_bound_says_cannot_win_are_not_run(bound_s: float, c
     assert len(kinds_that_ran(ran)) == count
 
 
+def slowed_down(candidate: Candidate) -> Candidate:
+    """Return a candidate whose runs other processes slowed down to half of their speed."""
+    runs = candidate.measurement
+    assert runs is not None
+    return replace(candidate, measurement=replace(runs, wall_s=2 * runs.cpu_clock_s))
+
+
 def rounds_of(candidate: Candidate) -> int:
     assert candidate.measurement is not None
     return len(candidate.measurement.wall_s)
@@ -143,6 +150,18 @@ def test_three_last_rounds_alone_are_said_to_be_few() -> None:
         ran = runs.final(PROBLEM, several)
     assert runs.unconfirmed
     assert rounds_of(choose(ran)) == 3
+
+
+@pytest.mark.parametrize(("done", "unconfirmed"), [(1, True), (3, False)])
+def test_one_round_on_a_busy_machine_is_said_to_be_few(done: int, unconfirmed: bool) -> None:
+    with Interrupt() as interrupt:
+        runs = CandidateRuns(
+            backend=cast(Runtime, Machine(FIRST_S)), interrupt=interrupt, progress=Silent()
+        )
+        first = runs._run(PROBLEM, candidates(), range(4), done)
+        disturbed = [slowed_down(each) for each in first]
+        assert runs.final(PROBLEM, disturbed) is disturbed, "nothing runs again"
+    assert runs.unconfirmed is unconfirmed
 
 
 @pytest.mark.parametrize(("seconds", "fits"), [(41.7, True), (41.5, False)])

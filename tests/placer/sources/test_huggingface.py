@@ -104,6 +104,12 @@ def test_a_model_gets_the_labels_of_its_head(head: str, labels: dict[str, tuple[
     assert step.model(**step.keywords).loss.isfinite()
 
 
+def test_the_cache_of_keys_and_values_is_off_unless_it_is_asked_for() -> None:
+    for field, expected in (("", False), ("&use_cache=true", True)):
+        config: Any = load(f"hf:gpt2?{COMMON}{field}", training=False).model.config
+        assert config.use_cache is expected
+
+
 def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 31}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -120,6 +126,10 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     [
         ("hf:", "names no model"),
         ("hf:bert-base-uncasd", "hf:bert-base-uncased?"),
+        ("hf:THUDM/chatglm-6b", "for another model write a function that returns (model, inputs"),
+        ("hf:gpt2?trust_remote_code=true", "no code is loaded; write a function that returns"),
+        ("hf:gpt2?revision=main", "no field 'revision'; write a function that returns"),
+        ("hf:resnet?use_pretrained_backbone=true", "downloaded; write a function that returns"),
         ("hf:.", "there is no file config.json"),
         ("hf:sam", "SamConfig"),
         ("hf:speech_to_text", "input_features"),
