@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from graphs.text import escaped, suggestion
+from graphs.text import escaped, first_line, suggestion
 
 CPU: Final = torch.device("cpu")
 _OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
@@ -59,11 +59,6 @@ def is_of_cuda(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) or str(error).startswith(("CUDA", "cuDNN"))
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return the first line of an error's text: those of CUDA are followed by advice."""
-    return str(error).partition("\n")[0]
-
-
 @contextlib.contextmanager
 def failures_named(*devices: torch.device) -> Iterator[None]:
     """Let errors of CUDA within the block say which of these devices fail since then, if any."""
@@ -73,7 +68,7 @@ def failures_named(*devices: torch.device) -> Iterator[None]:
         failing = [*kernel_failures(devices)] if is_of_cuda(error) else []
         if not failing:
             raise
-        raise DeviceError(failing, in_a_line(error)) from error
+        raise DeviceError(failing, first_line(error)) from error
 
 
 def kernel_failure(device: torch.device) -> str:
@@ -90,7 +85,7 @@ def kernel_failure(device: torch.device) -> str:
         _clear("_cuda_clearCublasWorkspaces")
     except RuntimeError as error:
         if is_of_cuda(error) or is_out_of_memory(error):  # and not of torch's own settings
-            return in_a_line(error)
+            return first_line(error)
     return ""
 
 
@@ -215,7 +210,7 @@ def free_bytes(device: torch.device) -> int | None:
     try:
         free_and_total = _call(device, "mem_get_info", device)
     except RuntimeError as error:  # as of every call of a device that fails or is another's
-        raise DeviceError([device], in_a_line(error)) from error
+        raise DeviceError([device], first_line(error)) from error
     if free_and_total is None:
         return None
     free, total = map(int, free_and_total)

@@ -224,7 +224,7 @@ def _infer(args: argparse.Namespace, placement: Placement) -> int:
         raise UsageError("inference runs in one process: start it without torchrun")
     import torch
 
-    from envs.hardware.torch_devices import synchronize
+    from envs.hardware.torch_devices import failures_named, synchronize
     from envs.hardware.units import milliseconds
     from envs.runtime import extraction_for, tensor_device
     from placer.applying import apply_extracted, check_can_run
@@ -249,7 +249,11 @@ def _infer(args: argparse.Namespace, placement: Placement) -> int:
         return time.perf_counter()
 
     seconds = []
-    with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
+    with (
+        usage_errors(OSError),
+        failures_named(*devices),
+        apply_extracted(extraction, placement) as placed,
+    ):
         for number in range(args.steps):
             inputs, keywords = batches(number)
             began = now()

@@ -31,6 +31,7 @@ from envs.executors.torch.updates import fused_update
 from envs.hardware.torch_devices import CPU, is_out_of_memory, limited, peak_bytes
 from graphs.extract.autocast import autocasting
 from graphs.optimizer import STATE, Optimizer
+from graphs.text import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +242,8 @@ def serve(connection: Connection, memory_file: int) -> None:
                     method, arguments = message
                     answer = getattr(worker, method)(**arguments)
             except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
-                last = str(error).strip().splitlines() or [type(error).__name__]
-                answer = Failed(f"{type(error).__name__}: {last[0]}", is_out_of_memory(error))
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                answer = Failed(reason, is_out_of_memory(error))
             connection.send_bytes(packed(answer))
 
 
