@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from envs.hardware.errors import VISIBLE, UnavailableError
 from graphs.text import escaped, first_line, suggestion
 
 CPU: Final = torch.device("cpu")
@@ -121,9 +123,11 @@ def torch_device(name: str) -> torch.device:
     module = getattr(torch, backend, None)
     count = module.device_count() if module is not None and module.is_available() else 0
     if int(index) >= count:
-        raise ValueError(
+        visible = os.environ.get(VISIBLE) if backend == "cuda" else None
+        selected = "" if visible is None else f" with {VISIBLE}={visible!r}"
+        raise UnavailableError(
             f"there is no device {name}: torch {torch.__version__} sees {count or 'no'} "
-            f"{backend} devices"
+            f"{backend} devices{selected}"
         )
     return torch.device(backend, int(index))
 

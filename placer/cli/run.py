@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from envs.hardware.errors import UnavailableError
 from placer.cli.arguments import (
     add_dtype,
     add_extractor,
@@ -152,7 +153,8 @@ def _train(args: argparse.Namespace, request: RunRequest) -> int:
     try:
         trained = train_rank(prepared, started, progress)
     except (ValueError, OSError, RuntimeError, StoppedError) as error:
-        kind = UsageError if isinstance(error, ValueError) else JobError
+        is_usage = isinstance(error, ValueError) and not isinstance(error, UnavailableError)
+        kind = UsageError if is_usage else JobError
         raise kind(f"rank {rank}: {sentence(error)}") from error
     if rank == 0:
         print_result(args, lambda: _to_dict(prepared, trained), lambda _: _print(trained))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,12 +14,17 @@ from torch import nn
 import placer
 from envs.costs import calls, torch_speeds
 from envs.costs.torch_speeds import CallTime
-from envs.hardware.discover import DeviceWarning
+from envs.hardware.discover import present
+from envs.hardware.errors import DeviceWarning
 from envs.hardware.torch_devices import DeviceError
+from envs.placement import Placement
 from envs.torch_runtime import TorchExecutor
-from graphs.extract import Workload
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph
+from graphs.graph import GraphArrays
 from placer.cli.main import main
 from placer.pipeline import candidate_runs
+from placer.sources.target import load_step
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import Machine
 
@@ -69,6 +75,57 @@ def test_the_cpu_alone_is_used_where_cuda_counts_devices_without_being_usable(
     )
     assert result.best.measurement is not None
     assert result.best.measurement.ok
+
+
+def placed_on_gpu(target: str, file: Path) -> Path:
+    """Write a placement on ``cuda:0``."""
+    with fake_cuda(1):
+        extraction = extract(load_step(target, training=True))
+        graph = GraphArrays.from_graph(call_graph(extraction).graph)
+        ops = len(graph)
+        Placement.of(graph, present(["cuda:0"]), np.zeros(ops, int), np.zeros(ops)).save(file)
+    return file
+
+
+COMMANDS = {
+    "optimize": "{target} --devices cuda:0,cpu --budget 1e --out {folder}/out.json",
+    "evaluate": "{target} --placement {placement} --devices cuda:0,cpu",
+    "machine": "--devices cuda:0,cpu",
+    "run": "{target} --placement {placement} --steps 1",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("visible", ["", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"])
+def test_a_gpu_that_is_named_but_hidden_is_the_fault_of_the_machine(
+    command: str,
+    visible: str,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placement = placed_on_gpu(target, tmp_path / "placement.json")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    words = COMMANDS[command].format(target=target, placement=placement, folder=tmp_path)
+    assert main([command, *words.split()]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("placer: ")
+    assert "there is no device cuda:0: torch " in line
+    assert line.endswith(f" sees no cuda devices with CUDA_VISIBLE_DEVICES={visible!r}")
+
+
+@pytest.mark.parametrize("command", ["optimize", "evaluate", "machine"])
+def test_more_memory_than_is_free_is_the_fault_of_the_machine(
+    command: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = placed_on_gpu(target, tmp_path / "placement.json")
+    words = COMMANDS[command].format(target=target, placement=placement, folder=tmp_path)
+    with fake_cuda(1, memory_bytes=1 << 30):
+        assert main([command, *words.split(), "--memory", "cuda:0=2GiB"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"placer: cuda:0 cannot have {2 << 30} bytes of memory: ")
 
 
 def two_kinds(machine: Machine) -> None:
@@ -144,7 +201,7 @@ def test_a_gpu_that_is_lost_before_the_search_ends_it_with_a_sentence(
         # from now on it is known to fail
         assert main([*command, "--devices", ALL]) == 1
         assert capsys.readouterr().err == f"placer: {sentence}\n"
-        assert main([*command, "--devices", "cuda:0,cuda:2"]) == 2, "there is no such device"
+        assert main([*command, "--devices", "cuda:0,cuda:2"]) == 1
         assert "there is no device cuda:2: torch" in capsys.readouterr().err
         with pytest.warns(DeviceWarning, match=f"cuda:1 is left out: CUDA error: {LOST}$"):
             result = placer.optimize(tiny(), devices="auto", budget="1e", progress=False)
