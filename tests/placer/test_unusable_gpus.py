@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,24 @@ from torch import nn
 import placer
 from envs.costs import calls, torch_speeds
 from envs.costs.torch_speeds import CallTime
-from envs.hardware.discover import present
+from envs.executors.device_workers import placed_step
+from envs.hardware.cluster import Link
+from envs.hardware.discover import discover, present
 from envs.hardware.errors import DeviceWarning
+from envs.hardware.host import Host
 from envs.hardware.torch_devices import DeviceError
 from envs.placement import Placement
 from envs.torch_runtime import TorchExecutor
 from graphs.extract import Workload, extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
+from graphs.optimizer import Optimizer
 from placer.cli.main import main
 from placer.pipeline import candidate_runs
 from placer.sources.target import load_step
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import Machine
+from tests.fake_cuda.sharing import FakeSharing, lost_when_placed
 
 torch.set_num_threads(1)
 TARGET = """
@@ -262,3 +268,29 @@ def test_the_search_goes_on_without_a_gpu_that_is_lost_in_a_run(
     assert [2] in alone
     assert [each.failure for each in others if each.failure] == []
     assert 1 not in result.best.devices
+
+
+@pytest.mark.slow  # every turn of a candidate starts its processes
+def test_with_a_process_for_each_device_the_search_goes_on_without_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("cuda:0", "cuda:1")
+    with_fixed_costs(monkeypatch)
+    monkeypatch.setattr(candidate_runs, "has_headroom", lambda *_: True)
+    monkeypatch.setattr(placed_step, "SHARING", FakeSharing(2))
+    with fake_cuda(2) as machine:
+        two_kinds(machine)
+        lost_when_placed(machine, 1, monkeypatch)
+        link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+        hosts = tuple(Host(devices=(name,)) for name in names)
+        cluster = replace(discover(",".join(names)), links=(link,), hosts=hosts)
+        step = replace(tiny(), optimizer=Optimizer.of("sgd"))
+        result = placer.optimize(step, cluster, budget="20e", progress=False)
+    tried = [each for each in result.candidates if each.measurement is not None]
+    with_it = [each for each in tried if 1 in each.devices]
+    assert with_it
+    for each in with_it:
+        assert "cuda:1 " in each.failure
+        assert LOST in each.failure
+    assert [each.failure for each in tried if each not in with_it and each.failure] == []
+    assert {*result.best.devices} == {0}
