@@ -28,6 +28,16 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else _code(c) for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error's text, or its type: CUDA and others add advice.
+
+    >>> first_line(RuntimeError("CUDA error: unknown\nCompile with ...")), first_line(KeyError())
+    ('CUDA error: unknown', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip() if lines else type(error).__name__
+
+
 def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a small HTML table for notebooks, with all texts escaped."""
 

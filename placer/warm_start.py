@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import missing_reason
+from envs.hardware.discover import device_kind
 from envs.placement import Placement
 from graphs.graph import GraphArrays
 from graphs.strict_json import brief, load_checked, table
@@ -42,8 +42,10 @@ def warm_start_of(start: Placement | DeviceMap | Mapping[str, int | str] | str |
 def check_here(start: WarmStart) -> None:
     """Check that the devices of a device map are on this machine."""
     for name in () if isinstance(start, Placement) else start.device_names:
-        if reason := missing_reason(name):
-            raise ValueError(f"{reason} (in a device map a number N means cuda:N)")
+        try:
+            device_kind(name)
+        except ValueError as error:
+            raise type(error)(f"{error} (in a device map a number N means cuda:N)") from None
 
 
 def check_devices(start: WarmStart, cluster: Cluster) -> None:

@@ -64,17 +64,17 @@ def _text(cell: Cell | None, mark: Mapping[str, str]) -> str:
 
 
 def ratio_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return baseline over best placement, with a tie marked, or what ran out of memory."""
+    """Return baseline over best placement, with a tie marked, or which ran out of memory."""
     steps = {row["name"]: of_seconds(row.get("repeats_s", [])) for row in rows}
     baseline = steps[BASELINE]
     best = min(
         (step for name, step in steps.items() if name.startswith(OURS)),
         key=lambda step: step.median_s,
     )
-    if not (baseline.ok and best.ok):
+    failed = [who for who, step in (("baseline", baseline), ("placement", best)) if not step.ok]
+    if failed:
         reasons = [row["failure"] for row in rows if row.get("failure")]
         overfull = all("out of memory" in reason for reason in reasons)
-        whose = "" if baseline.ok else "baseline: "
-        return whose + ("out of memory" if overfull else "failed")
+        return f"{' and '.join(failed)}: {'out of memory' if overfull else 'failed'}"
     tie = " (tie)" if tied_in_common(baseline, best) else ""
     return f"{baseline.median_s / best.median_s:.2f}x{tie}"

@@ -18,18 +18,16 @@ from typing import Final
 
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.core_sets import check_core_sets, core_runs
+from envs.hardware.errors import VISIBLE, DeviceWarning, UnavailableError
 from envs.hardware.host import Host
+from graphs.strict_json import brief
 from graphs.text import suggestion
 
 MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
-
-
+HIDING: Final = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose; the last is that of SLURM."""
 _SCHED_GETCPU: Final = ctypes.CDLL(None).sched_getcpu  # glibc and musl have it
-
-
-class DeviceWarning(UserWarning):
-    """A device of this machine cannot be used, and is left out."""
 
 
 def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
@@ -44,16 +42,12 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
             this process may run on, at most eight.
         memory: {device name: bytes} that placements may use on each device. The default is the
             memory that is free now; cores share it equally.
+
+    Raises:
+        UnavailableError: this machine lacks a named device, or the memory.
     """
     if names.strip() == "auto":
-        from envs.hardware import torch_devices
-
-        cuda = []
-        for name in torch_devices.cuda_devices():
-            if reason := torch_devices.unusable_reason(name):
-                warnings.warn(f"{name} is left out: {reason}", DeviceWarning, stacklevel=2)
-            else:
-                cuda.append(name)
+        cuda = usable_gpus()
         cores = [f"core:{core}" for core in physical_cores()[:MOST_CORES]]
         chosen = [*cuda, "cpu"] if cuda else cores
     else:
@@ -73,6 +67,23 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     devices = [_device(name, limits.get(name), shares, free) for name in chosen]
     name = "this-machine:" + ",".join(chosen)
     return Cluster(name=name, devices=tuple(devices), hosts=_hosts(chosen))
+
+
+def usable_gpus() -> list[str]:
+    """Return the names of all CUDA devices that can be used, and warn of what is not there."""
+    from envs.hardware import torch_devices
+
+    named, usable = torch_devices.cuda_devices(), []
+    for name in named:
+        if reason := torch_devices.unusable_reason(name):
+            warnings.warn(f"{name} is left out: {reason}", DeviceWarning, stacklevel=3)
+        else:
+            usable.append(name)
+    visible = os.environ.get(VISIBLE, "").strip()
+    if not named and visible not in HIDING:
+        reason = brief(f"there is no GPU that {VISIBLE}={visible!r} names: cores are used")
+        warnings.warn(reason, DeviceWarning, stacklevel=3)
+    return usable
 
 
 def _hosts(names: Sequence[str]) -> tuple[Host, ...]:
@@ -127,7 +138,8 @@ def _device(name: str, limit: int | None, shares: int, here_bytes: int) -> Devic
             raise ValueError(f"{name} does not report its memory: set a limit for it, such as 8GiB")
         limit = free // shares
     elif free is not None and limit > free:
-        raise ValueError(f"{name} cannot have {limit} bytes of memory: {free} bytes are free")
+        reason = f"{name} cannot have {limit} bytes of memory: {free} bytes are free"
+        raise UnavailableError(reason)
     return Device(name=name, kind=device_kind(name), memory_bytes=limit)
 
 
@@ -155,7 +167,7 @@ def cores_of(name: str) -> tuple[int, ...]:
     allowed = sorted(os.sched_getaffinity(0))
     cores = [core for core in allowed if any(low <= core <= high for low, high in runs)]
     if not is_core(name) or len(cores) != sum(high - low + 1 for low, high in runs):
-        raise ValueError(
+        raise UnavailableError(
             f"there is no device {name}: this process may run on cores "
             f"{', '.join(map(str, allowed))}"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from graphs.text import escaped, suggestion
+from envs.hardware.errors import VISIBLE, UnavailableError
+from graphs.text import escaped, first_line, suggestion
 
 CPU: Final = torch.device("cpu")
 _OUT_OF_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_ALLOC(ATION)?_FAILED")
@@ -59,11 +61,6 @@ def is_of_cuda(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) or str(error).startswith(("CUDA", "cuDNN"))
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return the first line of an error's text: those of CUDA are followed by advice."""
-    return str(error).partition("\n")[0]
-
-
 @contextlib.contextmanager
 def failures_named(*devices: torch.device) -> Iterator[None]:
     """Let errors of CUDA within the block say which of these devices fail since then, if any."""
@@ -73,7 +70,7 @@ def failures_named(*devices: torch.device) -> Iterator[None]:
         failing = [*kernel_failures(devices)] if is_of_cuda(error) else []
         if not failing:
             raise
-        raise DeviceError(failing, in_a_line(error)) from error
+        raise DeviceError(failing, first_line(error)) from error
 
 
 def kernel_failure(device: torch.device) -> str:
@@ -90,7 +87,7 @@ def kernel_failure(device: torch.device) -> str:
         _clear("_cuda_clearCublasWorkspaces")
     except RuntimeError as error:
         if is_of_cuda(error) or is_out_of_memory(error):  # and not of torch's own settings
-            return in_a_line(error)
+            return first_line(error)
     return ""
 
 
@@ -126,9 +123,11 @@ def torch_device(name: str) -> torch.device:
     module = getattr(torch, backend, None)
     count = module.device_count() if module is not None and module.is_available() else 0
     if int(index) >= count:
-        raise ValueError(
+        visible = os.environ.get(VISIBLE) if backend == "cuda" else None
+        selected = "" if visible is None else f" with {VISIBLE}={visible!r}"
+        raise UnavailableError(
             f"there is no device {name}: torch {torch.__version__} sees {count or 'no'} "
-            f"{backend} devices"
+            f"{backend} devices{selected}"
         )
     return torch.device(backend, int(index))
 
@@ -215,7 +214,7 @@ def free_bytes(device: torch.device) -> int | None:
     try:
         free_and_total = _call(device, "mem_get_info", device)
     except RuntimeError as error:  # as of every call of a device that fails or is another's
-        raise DeviceError([device], in_a_line(error)) from error
+        raise DeviceError([device], first_line(error)) from error
     if free_and_total is None:
         return None
     free, total = map(int, free_and_total)

@@ -43,6 +43,7 @@ from envs.simulator.reasons import overfull_reason
 from envs.torch_runtime.lost_devices import LostDevices
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph, ModuleMap
+from graphs.text import first_line
 from graphs.workload import step_copy
 
 AGREEMENT: Final = 0.1
@@ -375,7 +376,6 @@ def _has_finite_sum(tensor: torch.Tensor) -> bool:
 
 
 def _in_a_line(error: BaseException) -> str:
-    name, message = type(error).__name__, torch_devices.in_a_line(error)
-    if isinstance(error, RuntimeError | ValueError) and message:
-        return message
-    return f"{name}: {message}" if message else name
+    name, line = type(error).__name__, first_line(error)
+    is_plain = isinstance(error, RuntimeError | ValueError) or line == name
+    return line if is_plain else f"{name}: {line}"

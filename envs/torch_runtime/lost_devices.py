@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import torch
 
 from envs.hardware import torch_devices
-from envs.hardware.torch_devices import CPU, DeviceError, in_a_line, is_of_cuda, kernel_failures
+from envs.hardware.torch_devices import CPU, DeviceError, is_of_cuda, kernel_failures
 from envs.measured import DevicesLostError
+from graphs.text import first_line
 
 
 class LostDevices:
@@ -65,5 +66,5 @@ class LostDevices:
             except RuntimeError as error:
                 if not is_of_cuda(error):
                     raise
-                raise DevicesLostError(in_a_line(error)) from error
+                raise DevicesLostError(first_line(error)) from error
             return opened.pop_all()

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from envs.executors.cores.errors import WorkerError, WorkerMemoryError
+from envs.executors.cores.errors import WorkerError
 from envs.executors.device_workers.placed_step import PlacedStep
+from envs.executors.device_workers.pool import DeviceMemoryError
+from envs.executors.device_workers.worker import Peaks
 from envs.hardware.cluster import Cluster
 from envs.hardware.torch_devices import torch_device
 from envs.measured import Failure, TimedStep
@@ -72,10 +74,20 @@ class WorkerExecutor:
         try:
             placed = self._placed_step(placement)
             wall_s = steady_step_s(self._step_s(placed), lambda: self._step_s(placed))
-            return TimedStep(wall_s=wall_s, peak_memory_bytes=self._peaks(placed))
+            tensors, reserved = self._named(placed.peaks())
+            return TimedStep(
+                wall_s=wall_s, peak_memory_bytes=tensors, reserved_memory_bytes=reserved
+            )
         except (WorkerError, ValueError, OSError) as error:
             self._end()
-            return Failure(reason=str(error), overfull=isinstance(error, WorkerMemoryError))
+            peaks = error.peaks if isinstance(error, DeviceMemoryError) else {}
+            tensors, reserved = self._named(peaks)
+            return Failure(
+                reason=str(error),
+                overfull=isinstance(error, DeviceMemoryError),
+                peak_memory_bytes=tensors,
+                reserved_memory_bytes=reserved,
+            )
 
     def close(self) -> None:
         """End the processes."""
@@ -104,10 +116,13 @@ class WorkerExecutor:
         placed.step(*step.step_inputs, **step.keywords)
         return time.perf_counter() - start_s
 
-    def _peaks(self, placed: PlacedStep) -> dict[str, int]:
-        peaks = placed.peak_memory_bytes()
+    def _named(self, peaks: Mapping[torch.device, Peaks]) -> tuple[dict[str, int], dict[str, int]]:
+        """Return peaks of tensors and of what is reserved, by the names of devices."""
         names = dict(zip(self._devices, self.problem.cluster.names, strict=True))
-        return {names[device]: peak for device, peak in peaks.items()}
+        return (
+            {names[device]: peak.tensors for device, peak in peaks.items()},
+            {names[device]: peak.reserved for device, peak in peaks.items()},
+        )
 
     def _end(self) -> None:
         if self._placed is not None:

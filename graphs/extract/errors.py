@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphs import workload
 from graphs.precision import FULL
+from graphs.text import first_line
 from graphs.workload import ExtractionError, StepError, Workload
 
 FOLDER: Final = Path(__file__).parent
@@ -71,7 +72,7 @@ def explained(
     ``verb`` is what cannot be done to the model, as in "exported". If it is not "run", the model is
     run next to see whether its inputs are at fault (:func:`graphs.extract.eager.check_runs`).
     """
-    reason, advice, remedy = first_line(error), "", None
+    reason, advice, remedy = short_reason(error), "", None
     if verb == "run":
         advice = "The model must run on the example inputs as they are given"
         if step.loss is not None and "required positional argument" in reason:
@@ -108,14 +109,13 @@ def explained(
     return kind(sentences(text, *filter(None, [advice])), remedy=remedy)
 
 
-def first_line(error: Exception) -> str:
+def short_reason(error: Exception) -> str:
     r"""Return the first line of an error, without addresses of objects and the full stop.
 
-    >>> first_line(TypeError("no <__main__.Batch object at 0x7f63> here.\nSee above"))
+    >>> short_reason(TypeError("no <__main__.Batch object at 0x7f63> here.\nSee above"))
     'no Batch here'
     """
-    line = next(iter(_lines(error)), type(error).__name__)
-    line = ADDRESS.sub(r"\g<what>", METHOD.sub(r"\g<what>", line))
+    line = ADDRESS.sub(r"\g<what>", METHOD.sub(r"\g<what>", first_line(error)))
     return textwrap.shorten(line.rstrip(". "), 300, placeholder=" [...]")
 
 

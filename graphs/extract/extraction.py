@@ -21,7 +21,7 @@ from graphs.extract.convert import OpFacts, Traced, convert
 from graphs.extract.dag import build_graph, calls_of
 from graphs.extract.dispatch import record
 from graphs.extract.eager import check_gradients, check_runs
-from graphs.extract.errors import first_line, sentences, shown_lines
+from graphs.extract.errors import sentences, short_reason, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace
 from graphs.extract.model_state import Constants, on_host
@@ -312,7 +312,7 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
     except Exception as error:
         raise ExtractionError(
             f"{type(step.model).__name__} was traced, but no graph comes out of the trace: "
-            f"{type(error).__name__}: {first_line(error)}. Another extractor may take it."
+            f"{type(error).__name__}: {short_reason(error)}. Another extractor may take it."
         ) from error
 
 
@@ -369,7 +369,7 @@ def _forward(
         )
         return forward, calls_of(program, facts, forward), ""
     except Exception as error:  # noqa: BLE001  # export has more in it than it documents
-        return None, (), f"its forward pass has what they cannot run: {first_line(error)}"
+        return None, (), f"its forward pass has what they cannot run: {short_reason(error)}"
 
 
 def ties_of(step: Workload) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from graphs.arguments import contexts_by_name, leaves_by_path
-from graphs.extract.errors import explained, first_line, quiet
+from graphs.extract.errors import explained, quiet, short_reason
 from graphs.extract.module_calls import module_paths
 from graphs.inputs import PLAIN, snapshot, tensors_within
 from graphs.workload import ExtractionError, Workload
@@ -384,6 +384,6 @@ def _snapshot(path: str, value: Any) -> Any:
     except Exception as error:
         raise ExtractionError(
             f"input {path} is a {type(value).__name__}, which would be a constant of the placed "
-            f"step, but whether it changes cannot be seen ({first_line(error)}); make it in the "
+            f"step, but whether it changes cannot be seen ({short_reason(error)}); make it in the "
             "model's forward, or give the numbers and tensors that it stands for"
         ) from error

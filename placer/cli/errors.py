@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from envs.hardware.errors import UnavailableError
 from graphs.files import file_error_message
 from graphs.strict_json import brief
 from placer.interrupt import NOTHING_KEPT
 
 JOB_FAILED: Final = 1
+"""The command is right, but the job failed, or the devices of this machine cannot do it."""
 BAD_USAGE: Final = 2
+"""The command or a file is wrong."""
 REMEDIES: Final = {
     "modules": "--extractor modules",
     "fp32": "--dtype fp32",
@@ -41,10 +44,14 @@ EXPECTED: Final = (
 
 @contextmanager
 def usage_errors(*others: type[Exception]) -> Iterator[None]:
-    """Report errors in values and files of the block as bad usage, except for ``others``."""
+    """Report errors in values and files of the block as bad usage, except for ``others``.
+
+    What this machine lacks is not the fault of the command.
+    """
+    passed: tuple[type[Exception], ...] = (UnavailableError, *others)
     try:
         yield
-    except others:
+    except passed:
         raise
     except (ValueError, OSError) as error:
         raise UsageError(sentence(error)) from error

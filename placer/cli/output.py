@@ -73,7 +73,7 @@ def plain_warnings() -> Iterator[None]:
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        from envs.hardware.discover import DeviceWarning
+        from envs.hardware.errors import DeviceWarning
 
         if issubclass(category, CacheWarning | DeviceWarning):
             print(f"placer: {message}", file=sys.stderr)

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from envs.hardware.errors import UnavailableError
 from placer.cli.arguments import (
     add_dtype,
     add_extractor,
@@ -152,7 +153,8 @@ def _train(args: argparse.Namespace, request: RunRequest) -> int:
     try:
         trained = train_rank(prepared, started, progress)
     except (ValueError, OSError, RuntimeError, StoppedError) as error:
-        kind = UsageError if isinstance(error, ValueError) else JobError
+        is_usage = isinstance(error, ValueError) and not isinstance(error, UnavailableError)
+        kind = UsageError if is_usage else JobError
         raise kind(f"rank {rank}: {sentence(error)}") from error
     if rank == 0:
         print_result(args, lambda: _to_dict(prepared, trained), lambda _: _print(trained))
@@ -224,7 +226,7 @@ def _infer(args: argparse.Namespace, placement: Placement) -> int:
         raise UsageError("inference runs in one process: start it without torchrun")
     import torch
 
-    from envs.hardware.torch_devices import synchronize
+    from envs.hardware.torch_devices import failures_named, synchronize
     from envs.hardware.units import milliseconds
     from envs.runtime import extraction_for, tensor_device
     from placer.applying import apply_extracted, check_can_run
@@ -249,7 +251,11 @@ def _infer(args: argparse.Namespace, placement: Placement) -> int:
         return time.perf_counter()
 
     seconds = []
-    with usage_errors(OSError), apply_extracted(extraction, placement) as placed:
+    with (
+        usage_errors(OSError),
+        failures_named(*devices),
+        apply_extracted(extraction, placement) as placed,
+    ):
         for number in range(args.steps):
             inputs, keywords = batches(number)
             began = now()

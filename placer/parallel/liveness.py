@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from graphs.strict_json import brief
-from graphs.text import escaped
+from graphs.text import escaped, first_line
 from placer.parallel.processes import StoppedError, Store, rank_list, wire_device
 
 SECRET_BYTES: Final = 32
@@ -118,15 +118,15 @@ class Liveness:
             self._thread.join()
 
     def error(self, failure: RuntimeError | StoppedError) -> RuntimeError | StoppedError:
-        """Return an error that names the ranks that are gone or behind, or else ``failure`` itself.
+        """Return an error that names the ranks that are gone or behind, or else what failed here.
 
-        Takes a few intervals, since a rank counts as gone only after so long without a heartbeat;
-        SIGTERM from the launcher is ignored from then on.
+        Its text is one line. Takes a few intervals, since a rank counts as gone only after so long
+        without a heartbeat; SIGTERM from the launcher is ignored from then on.
         """
         self._is_failing = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reason = str(failure).strip().partition("\n")[0]
+        reason = first_line(failure)
         try:
             cause = self._reported() or self._gone()
             if not cause and "timed out" in reason.lower():
@@ -136,7 +136,7 @@ class Liveness:
         except RuntimeError:
             cause = self._report or "the rank or the launcher that keeps the store is gone"
         if not cause:
-            return failure
+            return failure if str(failure) == reason else RuntimeError(reason)
         return PeerError(f"{cause} (step {self._step} of rank {self._rank} failed: {reason})")
 
     def _reported(self) -> str:

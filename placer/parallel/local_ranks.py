@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from envs.executors.process_settings import end_idle_threads
 from graphs.strict_json import brief
+from graphs.text import first_line
 from placer.parallel.processes import batch_threads
 
 Handler: TypeAlias = Callable[[Any], Any]
@@ -300,7 +301,7 @@ def _serve(task: _Task, pipe: Connection) -> NoReturn:
         pass
     except BaseException as error:  # noqa: BLE001  # the parent reports it
         with suppress(OSError):
-            pipe.send((False, brief(str(error).strip().partition("\n")[0] or type(error).__name__)))
+            pipe.send((False, brief(first_line(error))))
     finally:
         os._exit(0)
 

@@ -75,7 +75,8 @@ def on_own_devices(placement: Placement) -> tuple[Placement, bool]:
     try:
         check_devices(renamed.device_names)
     except ValueError as error:
-        raise ValueError(f"rank {rank}, on {', '.join(renamed.device_names)}: {error}") from None
+        where = f"rank {rank}, on {', '.join(renamed.device_names)}"
+        raise type(error)(f"{where}: {error}") from None
     return renamed, shares
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from envs.core_runtime.executor import runs_unplaced
 from envs.executors.cores.pool import spread_seed
 from envs.hardware.discover import cores_of, is_core
-from envs.hardware.torch_devices import uuid_of
+from envs.hardware.torch_devices import failures_named, uuid_of
 from envs.placement import Placement
 from envs.runtime import extraction_for, tensor_device
 from graphs.extract import Workload
@@ -119,60 +119,76 @@ def train_rank(
     On rank 0 ``started`` is called with the number of ranks and whether ranks share devices, when
     all have joined and agree, and ``progress`` with each step and its loss.
     """
-    request, sync_config = run.request, run.plan.sync
-    cuda = [name for name in run.local.device_names if name.startswith("cuda")]
-    gpus = [uuid_of(torch.device(name)) for name in cuda]
-    use_first_gpu(run.local)
-    with joined(request.timeout_s, gpus=gpus) as (store, sharing), _cores_given_back():
+    gpus = [torch.device(name) for name in run.local.device_names if name.startswith("cuda")]
+    with failures_named(*gpus):
+        use_first_gpu(run.local)
+        uuids = [*map(uuid_of, gpus)]
+    with joined(run.request.timeout_s, gpus=uuids) as (store, sharing), ExitStack() as opened:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        nccl = bool(cuda) and not sharing
+        nccl = bool(gpus) and not sharing
         # shorter than the timeout of NCCL's watchdog, which would end the process first
-        silence_s = 0.8 * request.timeout_s if nccl else None
+        silence_s = 0.8 * run.request.timeout_s if nccl else None
         liveness = Liveness(RunStore(store, shared_secret()), rank, ranks, silence_s=silence_s)
         liveness.start()
-        replica: Replica | None = None
+        opened.callback(liveness.close)
+        opened.enter_context(_cores_given_back())
         try:
             stop_on_sigterm()
-            # the last may differ when a run is resumed, though not between ranks
-            options = [run.settings, request.steps, request.checkpoint_every, request.resume]
-            check_same("placements", run.placement_json)
-            check_same("the options of the run", json.dumps(options))
-            check_sharing(run, sharing)
-            if rank == 0:
-                started(ranks, bool(sharing) if cuda else run.is_shared)
-            torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
-            occupy(run.local)
-            extraction = extraction_for(run.step, run.local.device_names, request.extractor)
-            replica = Replica(apply_extracted(extraction, run.local))
-            sync = synced(
-                replica,
-                run.local,
-                lambda parameters: optimizer_of(request.optimizer, parameters, request.lr),
-                sync_config,
-            )
-            checkpoint = None
-            if request.checkpoint is not None:
-                settings = {name: str(v) for name, v in run.settings.items() if v is not None}
-                checkpoint = Checkpoint(request.checkpoint, settings)
-            return train(
-                replica,
-                sync,
-                run.batches,
-                steps=request.steps,
-                accumulate=sync_config.accumulate,
-                checkpoint=checkpoint,
-                checkpoint_every=request.checkpoint_every,
-                resume=request.resume,
-                save=request.save,
-                reached=liveness.at,
-                progress=progress if rank == 0 else lambda step, loss: None,
-            )
+            with failures_named(*gpus):
+                check_agreement(run)
+                check_sharing(run, sharing)
+                if rank == 0:
+                    started(ranks, bool(sharing) if gpus else run.is_shared)
+                shown = progress if rank == 0 else lambda step, loss: None
+                return _trained(run, opened, liveness.at, shown)
         except (RuntimeError, StoppedError) as error:
             raise liveness.error(error) from error
-        finally:
-            if replica is not None:
-                replica.close()
-            liveness.close()
+
+
+def check_agreement(run: Run) -> None:
+    """Refuse ranks with other placements or options than those of this one."""
+    request = run.request
+    # the last may differ when a run is resumed, though not between ranks
+    options = [run.settings, request.steps, request.checkpoint_every, request.resume]
+    check_same("placements", run.placement_json)
+    check_same("the options of the run", json.dumps(options))
+
+
+def _trained(
+    run: Run,
+    opened: ExitStack,
+    reached: Callable[[int], None],
+    progress: Callable[[int, float], None],
+) -> Trained:
+    """Train the replica of this rank, which is closed with ``opened``."""
+    request, config = run.request, run.plan.sync
+    torch.manual_seed(spread_seed(request.seed, dist.get_rank()))  # dropout differs between them
+    occupy(run.local)
+    extraction = extraction_for(run.step, run.local.device_names, request.extractor)
+    replica = opened.enter_context(closing(Replica(apply_extracted(extraction, run.local))))
+    sync = synced(
+        replica,
+        run.local,
+        lambda parameters: optimizer_of(request.optimizer, parameters, request.lr),
+        config,
+    )
+    checkpoint = None
+    if request.checkpoint is not None:
+        settings = {name: str(v) for name, v in run.settings.items() if v is not None}
+        checkpoint = Checkpoint(request.checkpoint, settings)
+    return train(
+        replica,
+        sync,
+        run.batches,
+        steps=request.steps,
+        accumulate=config.accumulate,
+        checkpoint=checkpoint,
+        checkpoint_every=request.checkpoint_every,
+        resume=request.resume,
+        save=request.save,
+        reached=reached,
+        progress=progress,
+    )
 
 
 def check_sharing(run: Run, sharing: Sequence[int]) -> None:

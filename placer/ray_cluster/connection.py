@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
+from graphs.text import first_line
 from placer.ray_cluster.address import (
     SCHEME,
     ClusterError,
@@ -224,12 +225,12 @@ class RayCluster:
         try:
             return self._ray.get(reference)
         except losses as error:
-            raise LostError(_first_line(error)) from error
+            raise LostError(first_line(error)) from error
         except errors.RayError as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, ImportError | errors.RayError):  # it did not even begin
                 raise OSError(
-                    f"a node of the Ray cluster cannot run the task: {_first_line(cause)}"
+                    f"a node of the Ray cluster cannot run the task: {first_line(cause)}"
                 ) from error
             raise cause from error
 
@@ -331,7 +332,7 @@ def _answering(ray: Any, node: str) -> Iterator[None]:
         yield
     except ray.exceptions.RayError as error:
         raise LostError(
-            f"node {node} of the Ray cluster does not answer: {_first_line(error)}"
+            f"node {node} of the Ray cluster does not answer: {first_line(error)}"
         ) from error
 
 
@@ -340,10 +341,6 @@ def _only_on(node: Node) -> dict[str, Any]:
     strategies: Any = import_module("ray.util.scheduling_strategies")
     affinity = strategies.NodeAffinitySchedulingStrategy(node.key, soft=False)
     return {"scheduling_strategy": affinity}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 _prepared: dict[str, Any] = {}
@@ -372,7 +369,7 @@ def _fetched(shared: Shared, node: str) -> Any:
         return ray.get(shared.reference[0])
     except ray.exceptions.RaySystemError as error:
         raise OSError(
-            f"node {node} of the Ray cluster cannot run the task: {_first_line(error)}"
+            f"node {node} of the Ray cluster cannot run the task: {first_line(error)}"
         ) from error
 
 

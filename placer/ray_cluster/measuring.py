@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from envs.backend import ProgressCallback
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import DeviceWarning
+from envs.hardware.errors import DeviceWarning
 from envs.measurement import Measurement
 from envs.placement import Placement
 from placer.ray_cluster.connection import (

@@ -37,6 +37,8 @@ def test_ties_failures_and_the_file_of_each_cell_are_shown(tmp_path: Path) -> No
             "b: 75%": rows([1.001, 2.002], [1.0, 2.0]),
             "b: 50%": rows([1.0] * 7, []),
             "b: 30%": {"skipped": "no time"},
+            "c: 75%": rows([], [1.0] * 7),
+            "c: 50%": rows([], []),
         },
     }
     for name, content in parts.items():
@@ -44,6 +46,7 @@ def test_ties_failures_and_the_file_of_each_cell_are_shown(tmp_path: Path) -> No
     table = offload_table([tmp_path / name for name in parts])
     assert table.rows == (
         ("a", "2.00x", "1.50x*", "not measured"),
-        ("b", "1.00x (tie)", "out of memory", "not measured"),
+        ("b", "1.00x (tie)", "placement: out of memory", "not measured"),
+        ("c", "baseline: out of memory", "baseline and placement: out of memory", "not measured"),
     )
     assert "`two.json`, 7 rounds; (*) `one.json`, 3 rounds" in table.note

@@ -28,7 +28,8 @@ from graphs.costs import with_costs
 from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 from tests.fake_cuda import fake_cuda
-from tests.fake_cuda.sharing import FakeSharing
+from tests.fake_cuda.machine import machine
+from tests.fake_cuda.sharing import LOST, FakeSharing, lost_when_placed
 from tests.helpers import tiny_models
 from tests.helpers.trained_alike import assert_close, torch_optimizer, with_optimizer
 
@@ -80,6 +81,9 @@ def test_placements_are_measured_by_processes_and_the_unplaced_model_here(cluste
             assert one.ok, one.failure
             assert one.wall_s.shape == (2,)
             assert {"cuda:0", "cuda:1"} >= one.peak_memory_bytes.keys() > set()
+            assert one.reserved_memory_bytes.keys() == one.peak_memory_bytes.keys()
+            for name, size in one.peak_memory_bytes.items():
+                assert one.reserved_memory_bytes[name] >= size
     tiny_models.assert_same(tiny_models.state_of(step), before)
 
 
@@ -93,7 +97,24 @@ def test_a_placement_that_does_not_fit_fails_and_the_others_go_on(cluster: Clust
     with runtime.backend(problem, rounds=1) as backend:
         one, other = measurements(backend.evaluate([full, fits]))
     assert "the worker of cuda:1 failed: OutOfMemoryError" in (one.failure or "")
+    assert {*one.peak_memory_bytes} == {*one.reserved_memory_bytes} == {"cuda:1"}
     assert other.ok
+
+
+def test_a_gpu_that_is_lost_fails_the_placements_on_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extraction = extract(trained())
+    problem = problem_of(extraction, cluster)
+    lost_when_placed(machine(), 1, monkeypatch)
+    there, other = (placed_on(problem, np.full(problem.op_count, device)) for device in (1, 0))
+    unplaced = [replace(each, unplaced=True) for each in (there, other)]
+    with runtime_for(extraction, cluster).backend(problem, rounds=1) as backend:
+        lost, placed, *alone = measurements(backend.evaluate([there, other, *unplaced]))
+    assert lost.failure == f"the worker of cuda:1 failed: AcceleratorError: CUDA error: {LOST}"
+    assert alone[0].failure == f"cuda:1 cannot be used: CUDA error: {LOST}"
+    assert placed.ok, placed.failure
+    assert alone[1].ok, alone[1].failure
 
 
 def test_applied_with_these_hosts_it_trains_as_torch_does(cluster: Cluster) -> None:

@@ -47,7 +47,9 @@ class CudaModule:
         return self._machine.index
 
     def set_device(self, device: Any) -> None:
-        self._machine.index = self._machine.device(device).index
+        found = self._machine.device(device)
+        self._machine.queues.check(found)  # CUDA makes the context of the device here
+        self._machine.index = found.index
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:

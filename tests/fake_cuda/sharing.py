@@ -7,16 +7,21 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
 
 from envs.executors.device_workers import placed_step
+from envs.executors.device_workers.placed_step import PlacedStep
 from envs.executors.device_workers.sharing import Handle, Sharing
-from tests.fake_cuda.machine import fake_cuda, machine
+from envs.torch_runtime import worker_executor
+from tests.fake_cuda.machine import Machine, fake_cuda, machine
 from tests.fake_cuda.memory import GARBAGE
 from tests.fake_cuda.tensors import CudaTensor, Place
+
+LOST: Final = "uncorrectable ECC error encountered"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class FakeSharing(Sharing):
     devices: int
     seed: int = 0
     memory_bytes: int = 1 << 40
+    losing: int | None = None  # the number of a GPU that is lost once its process has begun
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -41,6 +47,8 @@ class FakeSharing(Sharing):
     def lock_pages(self, memory: Tensor) -> None:
         start = memory.data_ptr()
         machine().locked.append(range(start, start + memory.nbytes))
+        if torch.cuda.current_device() == self.losing:
+            machine().queues.lose(machine().devices[self.losing], LOST)
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -60,6 +68,20 @@ def shared_by_processes(memory_bytes: int, devices: int = 1) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placed_step, "SHARING", FakeSharing(devices, memory_bytes=memory_bytes))
         yield
+
+
+def lost_when_placed(fake: Machine, number: int, patch: pytest.MonkeyPatch) -> None:
+    """Lose a GPU, here and in the process that drives it, once a placement there is to be run."""
+    place = worker_executor.placed_step
+
+    def losing(extraction: Any, calls: Any, devices: Any, *more: Any, **named: Any) -> PlacedStep:
+        if fake.devices[number] in devices:
+            fake.queues.lose(fake.devices[number], LOST)
+            sharing = FakeSharing(len(fake.devices), losing=number)
+            patch.setattr(placed_step, "SHARING", sharing)
+        return place(extraction, calls, devices, *more, **named)
+
+    patch.setattr(worker_executor, "placed_step", losing)
 
 
 def opened(

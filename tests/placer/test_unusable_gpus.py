@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,14 +15,24 @@ from torch import nn
 import placer
 from envs.costs import calls, torch_speeds
 from envs.costs.torch_speeds import CallTime
-from envs.hardware.discover import DeviceWarning
+from envs.executors.device_workers import placed_step
+from envs.hardware.cluster import Link
+from envs.hardware.discover import discover, present
+from envs.hardware.errors import DeviceWarning
+from envs.hardware.host import Host
 from envs.hardware.torch_devices import DeviceError
+from envs.placement import Placement
 from envs.torch_runtime import TorchExecutor
-from graphs.extract import Workload
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph
+from graphs.graph import GraphArrays
+from graphs.optimizer import Optimizer
 from placer.cli.main import main
 from placer.pipeline import candidate_runs
+from placer.sources.target import load_step
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import Machine
+from tests.fake_cuda.sharing import FakeSharing, lost_when_placed
 
 torch.set_num_threads(1)
 TARGET = """
@@ -69,6 +81,57 @@ def test_the_cpu_alone_is_used_where_cuda_counts_devices_without_being_usable(
     )
     assert result.best.measurement is not None
     assert result.best.measurement.ok
+
+
+def placed_on_gpu(target: str, file: Path) -> Path:
+    """Write a placement on ``cuda:0``."""
+    with fake_cuda(1):
+        extraction = extract(load_step(target, training=True))
+        graph = GraphArrays.from_graph(call_graph(extraction).graph)
+        ops = len(graph)
+        Placement.of(graph, present(["cuda:0"]), np.zeros(ops, int), np.zeros(ops)).save(file)
+    return file
+
+
+COMMANDS = {
+    "optimize": "{target} --devices cuda:0,cpu --budget 1e --out {folder}/out.json",
+    "evaluate": "{target} --placement {placement} --devices cuda:0,cpu",
+    "machine": "--devices cuda:0,cpu",
+    "run": "{target} --placement {placement} --steps 1",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("visible", ["", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"])
+def test_a_gpu_that_is_named_but_hidden_is_the_fault_of_the_machine(
+    command: str,
+    visible: str,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placement = placed_on_gpu(target, tmp_path / "placement.json")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    words = COMMANDS[command].format(target=target, placement=placement, folder=tmp_path)
+    assert main([command, *words.split()]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("placer: ")
+    assert "there is no device cuda:0: torch " in line
+    assert line.endswith(f" sees no cuda devices with CUDA_VISIBLE_DEVICES={visible!r}")
+
+
+@pytest.mark.parametrize("command", ["optimize", "evaluate", "machine"])
+def test_more_memory_than_is_free_is_the_fault_of_the_machine(
+    command: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = placed_on_gpu(target, tmp_path / "placement.json")
+    words = COMMANDS[command].format(target=target, placement=placement, folder=tmp_path)
+    with fake_cuda(1, memory_bytes=1 << 30):
+        assert main([command, *words.split(), "--memory", "cuda:0=2GiB"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"placer: cuda:0 cannot have {2 << 30} bytes of memory: ")
 
 
 def two_kinds(machine: Machine) -> None:
@@ -144,7 +207,7 @@ def test_a_gpu_that_is_lost_before_the_search_ends_it_with_a_sentence(
         # from now on it is known to fail
         assert main([*command, "--devices", ALL]) == 1
         assert capsys.readouterr().err == f"placer: {sentence}\n"
-        assert main([*command, "--devices", "cuda:0,cuda:2"]) == 2, "there is no such device"
+        assert main([*command, "--devices", "cuda:0,cuda:2"]) == 1
         assert "there is no device cuda:2: torch" in capsys.readouterr().err
         with pytest.warns(DeviceWarning, match=f"cuda:1 is left out: CUDA error: {LOST}$"):
             result = placer.optimize(tiny(), devices="auto", budget="1e", progress=False)
@@ -205,3 +268,29 @@ def test_the_search_goes_on_without_a_gpu_that_is_lost_in_a_run(
     assert [2] in alone
     assert [each.failure for each in others if each.failure] == []
     assert 1 not in result.best.devices
+
+
+@pytest.mark.slow  # every turn of a candidate starts its processes
+def test_with_a_process_for_each_device_the_search_goes_on_without_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("cuda:0", "cuda:1")
+    with_fixed_costs(monkeypatch)
+    monkeypatch.setattr(candidate_runs, "has_headroom", lambda *_: True)
+    monkeypatch.setattr(placed_step, "SHARING", FakeSharing(2))
+    with fake_cuda(2) as machine:
+        two_kinds(machine)
+        lost_when_placed(machine, 1, monkeypatch)
+        link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+        hosts = tuple(Host(devices=(name,)) for name in names)
+        cluster = replace(discover(",".join(names)), links=(link,), hosts=hosts)
+        step = replace(tiny(), optimizer=Optimizer.of("sgd"))
+        result = placer.optimize(step, cluster, budget="20e", progress=False)
+    tried = [each for each in result.candidates if each.measurement is not None]
+    with_it = [each for each in tried if 1 in each.devices]
+    assert with_it
+    for each in with_it:
+        assert "cuda:1 " in each.failure
+        assert LOST in each.failure
+    assert [each.failure for each in tried if each not in with_it and each.failure] == []
+    assert {*result.best.devices} == {0}

@@ -14,6 +14,7 @@ from envs.executors.cores.errors import WorkerError
 from envs.executors.device_workers.pool import DevicePool, deferred_interrupt
 from envs.executors.device_workers.sharing import SHARING, Sharing
 from envs.executors.device_workers.sources import step_sources
+from envs.executors.device_workers.worker import Peaks
 from envs.executors.state_devices import STATE_ROLES
 from envs.executors.torch.forward_source import LaunchOrder
 from envs.hardware.torch_devices import CPU
@@ -241,9 +242,9 @@ class PlacedStep:
             messages.append(("load_optimizer_state", {"state": kept}))
         self._pool.ask(messages)
 
-    def peak_memory_bytes(self) -> dict[torch.device, int]:
-        """Return the peak of the tensors on each GPU so far."""
-        peaks = self._pool.ask([("peak_memory_bytes", {})] * len(self._pool.devices))
+    def peaks(self) -> dict[torch.device, Peaks]:
+        """Return the peaks of each GPU so far."""
+        peaks = self._pool.ask([("peaks", {})] * len(self._pool.devices))
         devices = self._pool.devices
         return {d: peak for d, peak in zip(devices, peaks, strict=True) if peak is not None}
 

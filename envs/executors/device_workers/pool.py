@@ -21,11 +21,10 @@ from envs.executors.cores.errors import WorkerError, WorkerMemoryError
 from envs.executors.cores.fork_server import last_line
 from envs.executors.cores.pool import spread_seed
 from envs.executors.cores.processes import Holdings, WorkerProcess
-from envs.executors.cores.worker import Failed
 from envs.executors.device_workers.sharing import Sharing
 from envs.executors.device_workers.sources import StepSources
 from envs.executors.device_workers.transport import HostMemory
-from envs.executors.device_workers.worker import Setup, Start, packed
+from envs.executors.device_workers.worker import DeviceFailed, Peaks, Setup, Start, packed
 from envs.hardware.cluster import Device
 from graphs.optimizer import Optimizer
 
@@ -59,6 +58,14 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if is_pending:
             signal.raise_signal(signal.SIGINT)
+
+
+class DeviceMemoryError(WorkerMemoryError):
+    """A device ran out of memory; ``peaks`` are those of the GPU, if its worker had begun."""
+
+    def __init__(self, message: str, peaks: Mapping[torch.device, Peaks]) -> None:
+        super().__init__(message)
+        self.peaks = peaks
 
 
 class DevicePool:
@@ -213,9 +220,12 @@ class DevicePool:
             raise self._failure(number, "stopped in the middle of an answer") from None
         except (EOFError, OSError):
             raise self._failure(number, "died") from None
-        if isinstance(answer, Failed):
+        if isinstance(answer, DeviceFailed):
             failure = self._failure(number, f"failed: {answer.reason}")
-            raise WorkerMemoryError(str(failure)) if answer.no_memory else failure
+            if not answer.no_memory:
+                raise failure
+            peaks = {} if answer.peaks is None else {self.devices[number]: answer.peaks}
+            raise DeviceMemoryError(str(failure), peaks)
         return answer
 
     def _failure(self, number: int, what: str) -> WorkerError:

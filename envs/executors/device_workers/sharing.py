@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """A function and its arguments that give a tensor of another process; can be pickled."""
+OUT_OF_MEMORY: Final = 2
+"""``cudaErrorMemoryAllocation``."""
 
 
 class Sharing:
@@ -27,10 +29,10 @@ class Sharing:
         """Let GPUs of this process copy from and to host memory without waiting."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(result) != 0:
+        if code := int(result):
+            reason = "out of memory" if code == OUT_OF_MEMORY else f"error {code}"
             raise RuntimeError(
-                f"cannot page-lock {memory.nbytes / 1e6:.1f} MB of host memory: CUDA error "
-                f"{int(result)}"
+                f"cannot page-lock {memory.nbytes / 1e6:.1f} MB of host memory: CUDA {reason}"
             )
 
     def allocate(

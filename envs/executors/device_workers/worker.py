@@ -2,7 +2,7 @@
 
 It is forked by :mod:`envs.executors.cores.fork_server`, a process that never used CUDA. The first
 message on its pipe is a :class:`Start`, every other one the name of a method of :class:`Worker` and
-its arguments; each is answered with what the method returns, or with :class:`Failed`.
+its arguments; each is answered with what the method returns, or with :class:`DeviceFailed`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,9 +28,16 @@ from envs.executors.device_workers.tape import Tape
 from envs.executors.device_workers.transport import HostMemory, Transport
 from envs.executors.torch.forward_source import FILE, NAME
 from envs.executors.torch.updates import fused_update
-from envs.hardware.torch_devices import CPU, is_out_of_memory, limited, peak_bytes
+from envs.hardware.torch_devices import (
+    CPU,
+    is_out_of_memory,
+    limited,
+    peak_bytes,
+    peak_reserved_bytes,
+)
 from graphs.extract.autocast import autocasting
 from graphs.optimizer import STATE, Optimizer
+from graphs.text import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,20 @@ class Setup:
     constants: Mapping[int, torch.Tensor]
     dtype: str
     optimizer: Optimizer | None
+
+
+class Peaks(NamedTuple):
+    """The most bytes of a GPU in tensors, and with the gaps between them."""
+
+    tensors: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFailed(Failed):
+    """Also, where memory ran out, the peaks of the GPU."""
+
+    peaks: Peaks | None
 
 
 class Worker:
@@ -122,9 +143,10 @@ class Worker:
             self._updates.apply(learning_rate)
         transport.end()
 
-    def peak_memory_bytes(self) -> int | None:
-        """Return the peak of the tensors on the device so far; None for the CPU."""
-        return peak_bytes(self.device)
+    def peaks(self) -> Peaks | None:
+        """Return the peaks of the device so far; None for the CPU."""
+        tensors, reserved = peak_bytes(self.device), peak_reserved_bytes(self.device)
+        return None if tensors is None or reserved is None else Peaks(tensors, reserved)
 
 
 class Updates:
@@ -241,8 +263,9 @@ def serve(connection: Connection, memory_file: int) -> None:
                     method, arguments = message
                     answer = getattr(worker, method)(**arguments)
             except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
-                last = str(error).strip().splitlines() or [type(error).__name__]
-                answer = Failed(f"{type(error).__name__}: {last[0]}", is_out_of_memory(error))
+                reason, no_memory = first_line(error), is_out_of_memory(error)
+                peaks = worker.peaks() if no_memory and worker is not None else None
+                answer = DeviceFailed(f"{type(error).__name__}: {reason}", no_memory, peaks)
             connection.send_bytes(packed(answer))
 
 

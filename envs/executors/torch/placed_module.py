@@ -22,12 +22,13 @@ from envs.executors.state_devices import STATE_ROLES, StateDevices, states_of
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.forward_source import LaunchOrder, forward_source
 from envs.executors.torch.updates import Updates
-from envs.hardware.torch_devices import cuda_devices
+from envs.hardware.torch_devices import DeviceError, cuda_devices, is_of_cuda
 from graphs.extract import Extraction, extract
 from graphs.extract.autocast import autocasting
 from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.export.trace import Position
 from graphs.extract.module_calls import and_outer
+from graphs.text import first_line
 
 SHARED: Final = (
     "_parameters",
@@ -357,5 +358,6 @@ def full_device(device: torch.device | str) -> torch.device:
             raise ValueError(f"device {device} cannot be used: torch sees no such device")
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {device} cannot be used: {reason}") from error
+        if is_of_cuda(error):  # the device is there, but fails
+            raise DeviceError([found], first_line(error)) from error
+        raise ValueError(f"device {device} cannot be used: {first_line(error)}") from error

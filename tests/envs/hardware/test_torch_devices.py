@@ -18,7 +18,8 @@ from envs.costs import torch_speeds
 from envs.costs.torch_speeds import seconds_per_call
 from envs.hardware import discover as discovery
 from envs.hardware import torch_devices
-from envs.hardware.discover import DeviceWarning, check_devices, discover
+from envs.hardware.discover import check_devices, discover
+from envs.hardware.errors import DeviceWarning, UnavailableError
 from envs.hardware.torch_devices import DeviceError
 from envs.runtime import calibrated
 from tests.fake_cuda import fake_cuda
@@ -172,8 +173,11 @@ def test_without_a_visible_gpu_there_are_cores(visible: str) -> None:
         check=False,
     )
     assert done.stdout.startswith("('core:")
-    assert done.stderr.splitlines()[-1].startswith("ValueError: there is no device cuda:0: torch ")
-    assert done.stderr.endswith(" sees no cuda devices\n")
+    selected = f"CUDA_VISIBLE_DEVICES={visible!r}"
+    warning = f"DeviceWarning: there is no GPU that {selected} names: cores are used\n"
+    assert done.stderr.count(warning) == bool(visible)
+    assert "UnavailableError: there is no device cuda:0: torch " in done.stderr.splitlines()[-1]
+    assert done.stderr.endswith(f" sees no cuda devices with {selected}\n")
 
 
 @pytest.mark.gpu
@@ -277,7 +281,9 @@ def test_a_limit_that_the_process_has_already_stays() -> None:
         free = torch_devices.free_bytes(device)
         assert free == total // 4 - held.nbytes
         assert discover("cuda:0").devices[0].memory_bytes == free
-        with pytest.raises(ValueError, match=f"cannot have {total // 2} bytes of memory: {free} "):
+        with pytest.raises(
+            UnavailableError, match=f"cannot have {total // 2} bytes of memory: {free} "
+        ):
             discover("cuda:0", {"cuda:0": total // 2})
         for limit, expected in ((total, 0.25), (total // 8, 0.125 + held.nbytes / total)):
             with torch_devices.limited({device: limit}):

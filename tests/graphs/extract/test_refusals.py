@@ -17,7 +17,7 @@ from torch.ao.nn.quantized.dynamic import Linear as QuantizedLinear
 from torch.utils.flop_counter import flop_registry
 
 from graphs.extract import ExtractionError, StepError, Workload, dispatch, errors, extract
-from graphs.extract.errors import first_line
+from graphs.extract.errors import short_reason
 from graphs.extract.extraction import EXTRACTORS
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, squared
@@ -268,9 +268,9 @@ def test_a_file_name_that_torch_cannot_take_is_told_as_such() -> None:
 
 
 def test_a_reason_is_one_short_line_without_addresses() -> None:
-    assert first_line(ValueError(f"bad {object()!r}.\nMore of it")) == "bad object"
-    assert first_line(ValueError(f"bad {squared!r}")) == "bad function squared"
-    assert len(first_line(ValueError("word " * 100))) <= 300
+    assert short_reason(ValueError(f"bad {object()!r}.\nMore of it")) == "bad object"
+    assert short_reason(ValueError(f"bad {squared!r}")) == "bad function squared"
+    assert len(short_reason(ValueError("word " * 100))) <= 300
 
 
 # --- the model is not changed

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.hardware.errors import UnavailableError
 from graphs.selection import ConstraintError
 from placer.choose import PlacementError
 from placer.cli.errors import JobError, UsageError, exit_code_of, memory_shortage, usage_errors
@@ -51,6 +52,7 @@ def test_too_little_memory_is_reported_with_its_limit(
         (ConstraintError("x"), 2),
         (WarmStartError("x"), 2),
         (ClusterError("x"), 2),
+        (UnavailableError("x"), 1),
         (JobError("x"), 1),
         (PlacementError("x"), 1),
         (ValueError("x"), 1),

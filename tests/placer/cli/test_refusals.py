@@ -82,15 +82,12 @@ def test_bad_targets_get_a_sentence(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("optimize never/loaded.py:f --devices core:999", "may run on cores"),
         ("optimize never/loaded.py:f --devices core:0,core:0", "overlap in core 0"),
         ("optimize never/loaded.py:f --devices core:0-1,core:0", "core:0 and core:0-1 overlap"),
         ("optimize never/loaded.py:f --devices core:5-3", "write the lower core first"),
         ("optimize never/loaded.py:f --devices core:0-1-1", "there is no device 'core:0-1-1'"),
         ("optimize never/loaded.py:f --devices core:0+0", "core:0+0 names a core twice"),
         ("optimize never/loaded.py:f --devices n1:core:0-1", "no device 'n1:core:0-1'"),
-        ("optimize never/loaded.py:f --devices core:0-65000", "no device core:0-65000"),
-        ("optimize never/loaded.py:f --devices cuda:0", "cuda:0"),
         ("optimize never/loaded.py:f --devices core:0 --cluster c.toml", "give --devices"),
         ("optimize never/loaded.py:f --memory core:0=1GB --cluster c.toml", "file has devices"),
         ("optimize never/loaded.py:f --budget fast", "20s"),
@@ -144,17 +141,48 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert words in refusal(command, 2, files, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ("core:999", "may run on cores"),
+        ("core:0-65000", "no device core:0-65000"),
+        ("cuda:999", "no device cuda:999"),
+        ("cpu --memory cpu=900TiB", "cpu cannot have 989560464998400 bytes of memory"),
+    ],
+)
+def test_what_this_machine_lacks_ends_a_right_command_before_any_work(
+    devices: str,
+    words: str,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = f"optimize never/loaded.py:f --devices {devices}"
+    assert words in refusal(command, 1, files, monkeypatch, capsys)
+
+
+def refusal(
+    command: str,
+    code: int,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Return what a command prints that ends with this exit code and leaves all files alone."""
     graph, cluster = files()
     monkeypatch.chdir(graph.parent)
     before = {path.name: path.read_bytes() for path in Path().iterdir()}
     filled = [word.format(graph=graph, cluster=cluster) for word in command.split()]
     filled += ["--out", "p.json"] if filled[0] == "optimize" and "--out" not in filled else []
-    assert main(filled) == 2
+    assert main(filled) == code
     error = capsys.readouterr().err
-    assert words in error
     assert "never/loaded.py" not in error
     assert "Errno" not in error
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+    return error
 
 
 @pytest.mark.parametrize(
@@ -168,7 +196,7 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(
         "show {graph}",
         "run none.py:build --placement {graph} --steps 1",
         "train --evaluate none --policy generalist",
-        "machine --devices core:9999",
+        "machine --devices core:0,core:0",
     ],
 )
 def test_after_an_error_there_is_no_json(

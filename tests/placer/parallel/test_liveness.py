@@ -110,6 +110,12 @@ def test_a_failure_of_ones_own_stays_what_it_is() -> None:
     assert Ranks(3)[0].error(failure) is failure
 
 
+def test_of_a_failure_of_ones_own_the_first_line_is_told() -> None:
+    assert Ranks(3).error(0, "CUDA error: unknown error\nCompile with ...") == (
+        "CUDA error: unknown error"
+    )
+
+
 def test_where_collectives_wait_for_ever_every_rank_ends_once_one_is_silent() -> None:
     ranks = Ranks(4, silence_s=SILENCE_S)
     ranks.sleep(10 * SILENCE_S)

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from envs.hardware.cluster import Cluster, Device
-from envs.hardware.discover import DeviceWarning, discover, present
+from envs.hardware.discover import discover, present
+from envs.hardware.errors import DeviceWarning
 from envs.measured import DevicesLostError
 from envs.measurement import Measurement, tied
 from envs.placement import Placement

@@ -77,7 +77,8 @@ def test_instructions_and_stretches_of_them_are_timed_without_waits() -> None:
 
 
 def test_a_worker_without_instructions_takes_no_part_in_a_step() -> None:
-    with Pool() as pool:
+    pool = Pool()
+    with pool:
         count = pool.extraction.program.op_count
         number = pool.load(device_lists(pool.program, [0] * count, range(count), 2))
         os.kill(worker_ids(pool)[1], signal.SIGSTOP)
@@ -92,7 +93,8 @@ def test_the_worker_that_may_take_this_core_is_told_last(
 ) -> None:
     monkeypatch.setattr(pool_module, "current_core", lambda: CORES[here])
     told: list[int] = []
-    with Pool() as pool:
+    pool = Pool()
+    with pool:
         for d, worker in enumerate(pool._workers):
             send = worker.connection.send_bytes
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from envs.executors.cores.errors import WorkerError, WorkerMemoryError
 from envs.executors.device_workers import pool
 from envs.executors.device_workers.placed_step import PlacedStep
+from envs.executors.device_workers.sharing import SHARING
+from envs.hardware.torch_devices import is_out_of_memory
 from graphs.extract import Extraction, Workload, extract
 from graphs.optimizer import STATE
 from tests.fake_cuda.sharing import FakeSharing
@@ -258,6 +261,19 @@ def test_a_full_gpu_is_named() -> None:
     places = dict.fromkeys((call.key for call in calls), GPUS[1])
     with pytest.raises(WorkerMemoryError, match=r"the worker of cuda:1 failed: OutOfMemoryError"):
         PlacedStep(extraction, places, limits={GPUS[1]: 1000}, sharing=FakeSharing(2))
+
+
+@pytest.mark.parametrize(("code", "is_full"), [(2, True), (1, False)])
+def test_host_memory_that_runs_out_is_told_from_other_errors_of_page_locking(
+    code: int, is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(
+        RuntimeError, match=r"cannot page-lock 8\.0 MB of host memory: CUDA"
+    ) as error:
+        SHARING.lock_pages(torch.zeros(2_000_000))
+    assert is_out_of_memory(error.value) == is_full
 
 
 def test_a_failed_assertion_on_a_gpu_ends_the_step_with_its_device() -> None:
