@@ -24,7 +24,10 @@ HAS_CUDA: Final = torch.cuda.is_available()
 ORDERS: Final = 6
 """Orders of the streams of fake CUDA, by seed."""
 FAKE: Final = "fake cuda"
-FAKES: Final = [pytest.param(f"{FAKE} {seed}", id=f"fake{seed}") for seed in range(3)]
+FAKES: Final = [
+    pytest.param(f"{FAKE} {seed}", id=f"fake{seed}", marks=[pytest.mark.slow] * (seed > 0))
+    for seed in range(3)
+]
 DEVICES: Final = [VDEV, *FAKES]
 
 

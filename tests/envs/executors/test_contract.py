@@ -66,7 +66,7 @@ WITH_OPTIMIZER = pytest.mark.parametrize(
 )
 QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
-    *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
+    *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gru"),
 }
 QUICK_QUEUED: Final = {"conv_net", "tied_weights", "norm_twice", "views", "dlrm"}
 NOT_ON_CORES: Final = {

@@ -174,7 +174,7 @@ def trained(step: Workload, model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("by", ["op", "module", "layer"])
-@pytest.mark.parametrize("name", in_turn(STEPS, slow={*LARGE, "gpt2"}))
+@pytest.mark.parametrize("name", in_turn(STEPS))
 def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
     extraction = extracted(name)
     step = extraction.step
@@ -199,7 +199,7 @@ def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
 
 @settings(max_examples=40)
 @given(
-    name=st.sampled_from(sorted(STEPS.keys() - LARGE - {"gpt2"})),
+    name=st.sampled_from(sorted(STEPS.keys() - LARGE)),
     seed=st.integers(0, 10**6),
     by=st.sampled_from(["op", "module", "layer"]),
     main_device=st.sampled_from([*GPUS, None]),
