@@ -83,7 +83,13 @@ def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", sorted(STEPS.keys() - {"random", "local"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("held", "lists", "members")))
+        for name in sorted(STEPS.keys() - {"random", "local"})
+    ],
+)
 def test_workers_import_the_functions(name: str) -> None:
     step = with_optimizer(own_step(STEPS[name]), "sgd", learning_rate=0.01)
     extraction, plain = extract(copy.deepcopy(step)), copy.deepcopy(step).model

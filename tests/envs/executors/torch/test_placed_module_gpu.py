@@ -83,8 +83,13 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "overlap"),
+    [
+        *((0, False), (1, True)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((0, True), (1, False))),
+    ],
+)
 @MODELS
 def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, overlap: bool) -> None:
     extraction = extracted(name)
