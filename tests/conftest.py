@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from envs.measured import FEWEST_ROUNDS
 from graphs.graph_file import save_graph
 from graphs.synthetic.shapes import layered
 from tests.helpers.clusters import CLUSTER
@@ -27,6 +26,7 @@ from tests.helpers.second_devices import (  # before the first backward pass of 
     FAKE,
     REAL,
     VDEV,
+    measure_briefly,
     opened_device,
 )
 
@@ -158,16 +158,10 @@ def second_device(
     It is a fake ``cuda:0``, for tests marked ``gpu`` a real one, or what a test gives with
     ``indirect=True``.
     """
-    from envs.costs import torch_speeds
-    from envs.torch_runtime import executor, runtime
+    from envs.torch_runtime import runtime
 
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
-    monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
-    monkeypatch.setattr(torch_speeds, "MOST_CALLS", 2)
-    monkeypatch.setattr(executor, "TURN_S", 0.0)
-    monkeypatch.setattr(executor, "MOST_WARM_UP", 1)
-    monkeypatch.setattr(runtime, "DEFAULT_ROUNDS", FEWEST_ROUNDS)
+    measure_briefly(monkeypatch, large_bytes=1 << 20)
     is_real = request.node.get_closest_marker("gpu") is not None
     if not is_real:
         monkeypatch.setattr(runtime, "LIBRARY_BYTES", 0)  # fake CUDA has no libraries

@@ -195,7 +195,9 @@ def test_the_unplaced_model_wins_unless_a_placement_is_faster(
     assert result.placement.measured["unplaced_wall_median_s"] == unplaced_s
 
 
-@pytest.mark.parametrize("optimizer", [None, "momentum", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [None, pytest.param("momentum", marks=pytest.mark.slow), "adamw"]
+)
 def test_a_model_left_unplaced_computes_on_its_device_what_it_computes(
     optimizer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 LARGE: Final = frozenset(
     {
-        *("bert", "bert-squad", "distilbert", "inception", "llama", "mixtral", "nasnet", "nmt"),
-        *("resnet", "rnnlm", "roberta", "separate_moe", "t5", "vit", "whisper"),
+        *("bert", "bert-squad", "distilbert", "gpt2", "inception", "llama", "mixtral", "nasnet"),
+        *("nmt", "resnet", "rnnlm", "roberta", "separate_moe", "t5", "vit", "whisper"),
     }
 )
 """Models that take more than half a second to extract: slow tests where ``in_turn`` is used."""

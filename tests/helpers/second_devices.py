@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from envs.measured import FEWEST_ROUNDS
 from tests.fake_cuda import fake_cuda
 from tests.helpers.vdev import vdev
 
@@ -24,7 +25,10 @@ HAS_CUDA: Final = torch.cuda.is_available()
 ORDERS: Final = 6
 """Orders of the streams of fake CUDA, by seed."""
 FAKE: Final = "fake cuda"
-FAKES: Final = [pytest.param(f"{FAKE} {seed}", id=f"fake{seed}") for seed in range(3)]
+FAKES: Final = [
+    pytest.param(f"{FAKE} {seed}", id=f"fake{seed}", marks=[pytest.mark.slow] * (seed > 0))
+    for seed in range(3)
+]
 DEVICES: Final = [VDEV, *FAKES]
 
 
@@ -45,6 +49,20 @@ def opened_device(kind: str, test: str = "") -> Iterator[torch.device]:
         seed = kind.removeprefix(FAKE) or zlib.crc32(test.encode()) % ORDERS
         with fake_cuda(2, seed=int(seed)):
             yield CUDA
+
+
+def measure_briefly(patch: pytest.MonkeyPatch, *, large_bytes: int) -> None:
+    """Measure on torch's devices in few and small calls."""
+    from envs.costs import torch_speeds
+    from envs.torch_runtime import executor, runtime
+
+    patch.setattr(torch_speeds, "STREAM_BYTES", large_bytes)
+    patch.setattr(torch_speeds, "LARGE_BYTES", large_bytes)
+    patch.setattr(torch_speeds, "MOST_CALLS", 2)
+    patch.setattr(torch_speeds, "HOPS", 4)
+    patch.setattr(executor, "TURN_S", 0.0)
+    patch.setattr(executor, "MOST_WARM_UP", 1)
+    patch.setattr(runtime, "DEFAULT_ROUNDS", FEWEST_ROUNDS)
 
 
 def second() -> torch.device:

@@ -33,6 +33,7 @@ from placer.sources.target import load_step
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import Machine
 from tests.fake_cuda.sharing import FakeSharing, lost_when_placed
+from tests.helpers.second_devices import measure_briefly
 
 torch.set_num_threads(1)
 TARGET = """
@@ -55,10 +56,8 @@ def tiny() -> Workload:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let speeds be measured with little work, and anew."""
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 12)
-    monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 12)
+    measure_briefly(monkeypatch, large_bytes=1 << 12)
     monkeypatch.setattr(torch_speeds, "LARGEST_MATRIX", 1)
-    monkeypatch.setattr(torch_speeds, "MOST_CALLS", 2)
 
 
 @pytest.fixture

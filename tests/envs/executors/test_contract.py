@@ -66,7 +66,7 @@ WITH_OPTIMIZER = pytest.mark.parametrize(
 )
 QUICK: Final = {
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
-    *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gpt2", "gru"),
+    *("weighted_loss", "decaying_weight", "stacked_moe", "dlrm", "gru"),
 }
 QUICK_QUEUED: Final = {"conv_net", "tied_weights", "norm_twice", "views", "dlrm"}
 NOT_ON_CORES: Final = {
@@ -205,8 +205,13 @@ def test_steps_on_changing_batches_are_those_of_the_model(executor: str, place: 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((kind, name) for kind in STATE for name in ("conv_net", "tied_weights")),
-        *(("momentum", name) for name in ("decaying_weight", "weighted_loss", "views", "own_loss")),
+        *((kind, "conv_net") for kind in STATE),
+        *(
+            pytest.param(kind, "tied_weights", marks=[pytest.mark.slow] * (kind != "adamw"))
+            for kind in STATE
+        ),
+        *(("momentum", name) for name in ("decaying_weight", "views", "own_loss")),
+        pytest.param("momentum", "weighted_loss", marks=pytest.mark.slow),
     ],
 )
 def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
@@ -258,10 +263,10 @@ def test_a_batch_may_come_as_one_tuple_list_or_mapping(place: Place) -> None:
     step = tiny_models.own_loss()
     expected = forward(copy.deepcopy(step)).detach()
     mirrored = dict(reversed(list(step.keywords.items())))
-    placed = place(step, 0)
+    placed = place(step, 0, "own_loss")
     assert_close(placed.step(mirrored), expected, 1e-6)
     step = tiny_models.conv_net()
-    placed = place(step, 0)
+    placed = place(step, 0, "conv_net")
     for batch in (step.inputs, list(step.inputs)):
         expected = forward(copy.deepcopy(step)).detach()
         assert_close(placed.step(batch), expected, 1e-6)

@@ -40,7 +40,7 @@ def independent(count: int, cost_s: dict[str, float]) -> nx.DiGraph[str]:
     return graph
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10**7))
 def test_no_step_is_below_the_bound(seed: int) -> None:
     problem, _, priority = problem_of(random_case(seed))
@@ -160,7 +160,7 @@ def small(seed: int) -> Problem:
     return Problem.of(GraphArrays.from_graph(graph), cluster)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**7))
 def test_the_bound_is_at_most_the_optimum(seed: int) -> None:
     problem = small(seed)
@@ -342,7 +342,7 @@ def test_what_cannot_be_packed_is_told_with_numbers() -> None:
     assert "2 devices have room" in too_large(sized([4, 4, 4]), 7, 7, 3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**7))
 def test_whatever_some_placement_fits_is_not_called_too_large(seed: int) -> None:
     problem, _, priority = problem_of(random_case(seed))

@@ -50,7 +50,7 @@ def test_a_path_tells_transfers_and_the_wait_for_their_link() -> None:
     }
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**7))
 def test_a_path_has_no_gap_from_start_to_end(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed))
@@ -131,7 +131,7 @@ def test_an_idle_time_is_divided_by_what_the_device_waits_for() -> None:
     assert idles[5].holder == Holder(op=0, source=0, destination=1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**7))
 def test_ops_and_idle_times_fill_the_step_of_every_device(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed))

@@ -110,7 +110,7 @@ def test_kinds_without_loaded_costs_take_no_part() -> None:
     assert durations_us(scheduled(graph, cluster, 0, 1)) == [14, 14]
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), turn=st.integers(1, 8))
 def test_the_order_of_devices_does_not_matter(seed: int, turn: int) -> None:
     graph, cluster, devices, priority = random_case(seed, bad_places=False)
@@ -133,7 +133,7 @@ def test_the_order_of_devices_does_not_matter(seed: int, turn: int) -> None:
     assert one.end_ns.tolist() == other.end_ns.tolist()
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_every_op_takes_between_its_cost_alone_and_its_loaded_cost(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed, bad_places=False))

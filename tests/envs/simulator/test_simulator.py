@@ -93,7 +93,7 @@ def goes_express(graph: nx.DiGraph[str], cluster: Cluster) -> bool:
 
 def test_random_cases_cover_every_option() -> None:
     seen: Counter[object] = Counter()
-    for seed in range(1000):
+    for seed in range(400):
         case = random_case(seed)
         graph, cluster, devices, priority = case
         problem, where, levels = problem_of(case)
@@ -130,8 +130,8 @@ def test_random_cases_cover_every_option() -> None:
     names = ("once", "every edge", "launch", "two kinds", "ties", "no cost", "no bytes", "held")
     more = ("load", "workspace", "infinite", "no latency", "groups", "ingress", "one way")
     expected = {*links, *ports, *names, *more, "blocked", "fits", "full"}
-    assert {option for option in expected if seen[option] >= 50} == expected
-    assert 250 <= seen["express"] <= 750
+    assert {option for option in expected if seen[option] >= 20} == expected
+    assert 100 <= seen["express"] <= 300
 
 
 SEEDS = st.integers(0, 2**32)
@@ -140,8 +140,8 @@ SEEDS = st.integers(0, 2**32)
 @pytest.mark.parametrize(
     ("large", "examples"),
     [
-        (False, 1000),
-        (True, 25),
+        (False, 300),
+        (True, 8),
         pytest.param(False, 5000, marks=pytest.mark.slow),
         pytest.param(True, 200, marks=pytest.mark.slow),
     ],
@@ -155,7 +155,7 @@ def test_simulator_equals_its_specification(large: bool, examples: int) -> None:
     check()
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(seed=st.integers(10**6, 10**7))
 def test_a_step_fits_into_its_peaks_and_no_byte_less(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed, bad_places=False))
@@ -184,7 +184,7 @@ def test_a_step_fits_into_its_peaks_and_no_byte_less(seed: int) -> None:
         assert missing == (peaks - less).tolist()
 
 
-@settings(max_examples=400)
+@settings(max_examples=130)
 @given(
     seed=st.integers(10**6, 10**7),
     share=st.floats(0, 1.2),

@@ -36,6 +36,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Bart": ("ForConditionalGeneration", {**BART, **HEADS, **LAYERS}),
 }
 
+QUICK = (("Llama", "auto"), ("Mistral", "dispatch"), ("Bart", "auto"))
+"""A cache of each kind, and both extractors; the others are slow tests."""
+
 
 def tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 60, (2, count), generator=torch.Generator().manual_seed(seed))
@@ -80,8 +83,14 @@ def assert_same_output(found: Any, expected: Any) -> None:
             assert one == two
 
 
-@pytest.mark.parametrize("extractor", ["auto", "dispatch"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "extractor"),
+    [
+        pytest.param(name, extractor, marks=[pytest.mark.slow] * ((name, extractor) not in QUICK))
+        for name in CONFIGS
+        for extractor in ("auto", "dispatch")
+    ],
+)
 def test_outputs_with_caches_are_returned_as_the_model_does(name: str, extractor: str) -> None:
     model = model_of(name)
     extraction = extract(Workload.of(model, inputs_of(name), training=False), extractor)
@@ -111,7 +120,7 @@ def test_a_single_step_with_a_past_takes_and_returns_a_cache() -> None:
 
 
 @pytest.mark.parametrize("encoded", ["tokens", "output", "tuple"])
-@pytest.mark.parametrize("name", ["Bart", "T5"])
+@pytest.mark.parametrize("name", ["Bart", pytest.param("T5", marks=pytest.mark.slow)])
 def test_a_single_step_of_an_encoder_decoder_takes_and_returns_a_cache(
     name: str, encoded: str
 ) -> None:

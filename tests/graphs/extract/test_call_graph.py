@@ -24,7 +24,7 @@ STEPS = tiny_models.STEPS | tiny_reference_models.STEPS | tiny_transformers.STEP
 QUICK = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
     *("decaying_weight", "structured_output", "norm_twice_inference", "lstm_inference"),
-    *("stacked_moe", "gpt2"),
+    "stacked_moe",
 )
 SUMMED = ("flops", "parameter_bytes", "saved_bytes", "moved_bytes")
 EVERY = pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch.autograd.function import Function
 from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.export.functions import OwnFunction
 from tests.helpers import one_process
+from tests.helpers.extracted_steps import copied
 from tests.helpers.own_functions import (
     STEPS,
     ClampedRoot,
@@ -42,9 +44,14 @@ def exported(function: Callable[..., Any], **modules: nn.Module) -> Extraction:
     return extraction
 
 
+@functools.cache
+def exported_once(name: str) -> Extraction:
+    return exported(STEPS[name])
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_its_own_backward_is_that_of_the_step(name: str) -> None:
-    extraction = exported(STEPS[name])
+    extraction = copied(exported_once(name))
     assert own_calls(extraction)
     if name != "random":
         one_process.assert_runs_as_eager(extraction, exact=True)
@@ -62,7 +69,7 @@ def test_autograd_of_what_it_computes_would_give_other_gradients() -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_all_that_it_does_stems_from_its_call(name: str) -> None:
-    extraction = exported(STEPS[name])
+    extraction = exported_once(name)
     keys, ops = own_calls(extraction), list(extraction.graph)
     for op, call, forward in zip(ops, extraction.call_of, extraction.forward_of, strict=True):
         if ":backward/" in op and not op.partition("#")[0].endswith(".gradient"):

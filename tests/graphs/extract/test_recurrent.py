@@ -62,9 +62,17 @@ def ops(extraction: Extraction) -> Counter[str]:
     return Counter(data["op"] for _, data in extraction.graph.nodes(data=True))
 
 
-@pytest.mark.parametrize("extractor", ["export", "dispatch"])
+@pytest.mark.parametrize(
+    ("state", "extractor"),
+    [
+        *((True, "export"), (False, "dispatch")),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in ((False, "export"), (True, "dispatch"))
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["fp32", BF16])
-@pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_an_lstm_trains_by_one_kernel_for_each_layer_and_direction(
     options: dict[str, Any], state: bool, dtype: str, extractor: str

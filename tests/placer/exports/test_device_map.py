@@ -327,13 +327,17 @@ def test_a_map_of_one_device_says_that_each_module_has_most_work_there() -> None
     assert found.remedy == ON_ONE
 
 
-def test_residual_paths_join_layers() -> None:
-    extraction = extracted("gpt2")
+@pytest.mark.parametrize("name", ["attention", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_residual_paths_join_layers(name: str) -> None:
+    extraction = extracted(name)
     graph = call_graph(extraction).graph
-    ends = ("attn.c_proj", "mlp.c_proj")  # their outputs are added to the inputs
+    # Their outputs are added to the inputs.
+    ends = ("attn.c_proj", "mlp.c_proj") if name == "gpt2" else ("self_attn", "linear2")
     devices = [int(attributes_of(graph, node)["module"].endswith(ends)) for node in graph]
+    assert set(devices) == {0, 1}
     content = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices))).content
-    assert not any(name.startswith("transformer.h.0.") for name in content)
+    layer = "transformer.h.0." if name == "gpt2" else "self_attn."
+    assert not any(path.startswith(layer) for path in content)
 
 
 def test_a_module_that_is_called_twice_moves_no_values() -> None:
@@ -346,10 +350,10 @@ def test_a_module_that_is_called_twice_moves_no_values() -> None:
 
 
 def halves(names: tuple[str, ...], *, training: bool = True, **options: Any) -> PlacedModules:
-    """Return a transformer of two layers with its second layer on the second device."""
-    step = replace(tiny_transformers.without_dropout("llama"), training=training)
-    extraction = extracted("llama") if training else extract(step)
-    placement = cut_placement(extraction, names, ("model.layers.1",), of_calls=True)
+    """Return a convolutional network with all from its second convolution on the second device."""
+    step = replace(tiny_models.conv_net(), training=training)
+    extraction = extracted("conv_net") if training else extract(step)
+    placement = cut_placement(extraction, names, ("4",), of_calls=True)
     return PlacedModules.of(extraction, placement, **options)
 
 
@@ -361,7 +365,7 @@ def test_the_cpu_beside_a_gpu_computes_only_if_it_is_the_main_device() -> None:
     assert set(on_host.content.values()) == {0, "cpu"}
     assert on_host.remedy == ON_HOST
     offloaded = device_map(halves(names, training=False))
-    assert offloaded.content["model.layers.1"] == "cpu"
+    assert offloaded.content["4"] == "cpu"
     assert (offloaded.remedy, offloaded.is_predictable) == (OFFLOADED, False)
 
 
@@ -373,4 +377,4 @@ def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
         halves(cores, renamed={"core:7": "cuda:0"})
     renamed = dict(zip(cores, GPUS, strict=True))
     content = device_map(halves(cores, renamed=renamed, main_device="cuda:1")).content
-    assert (content["model.layers.0"], content["model.layers.1"]) == (0, 1)
+    assert (content["0"], content["4"]) == (0, 1)

@@ -11,14 +11,13 @@ from graphs.extract import Extraction, extract
 from placer.exports.device_map import device_map
 from placer.exports.format import export_extracted
 from tests.helpers import tiny_transformers
+from tests.helpers.in_turn import in_turn
 from tests.helpers.placed_at_random import cut_placement
 from tests.helpers.placed_steps import CORES, on_cores
 from tests.helpers.tiny_models import assert_same, eager
 
 pytest.importorskip("transformers")
 torch.set_num_threads(1)
-
-EVERY = pytest.mark.parametrize("name", tiny_transformers.MIXTURES)
 
 
 def extracted(name: str, *, training: bool) -> Extraction:
@@ -28,7 +27,7 @@ def extracted(name: str, *, training: bool) -> Extraction:
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("training", [True, False])
-@EVERY
+@pytest.mark.parametrize("name", tiny_transformers.MIXTURES)
 def test_mixtures_of_experts_run_on_cores_as_they_are(name: str, training: bool) -> None:
     extraction = extracted(name, training=training)
     assert (extraction.extractor, extraction.depends_on_data) == ("export", ())
@@ -48,7 +47,7 @@ def _logits(output: object) -> torch.Tensor:
     return tensor.detach()
 
 
-@EVERY
+@pytest.mark.parametrize("name", in_turn(tiny_transformers.MIXTURES, slow=["qwen2_moe", "mixtral"]))
 def test_mixtures_of_experts_have_device_maps(name: str) -> None:
     extraction = extracted(name, training=False)
     placement = cut_placement(extraction, ("cuda:0", "cuda:1"), ("model.layers.1",), of_calls=True)

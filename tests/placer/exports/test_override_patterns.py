@@ -38,7 +38,7 @@ def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
     return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
 
 
-@pytest.mark.parametrize("name", in_turn(["mixtral", "separate_moe"], slow=["mixtral"]))
+@pytest.mark.parametrize("name", in_turn(["experts", "mixtral", "separate_moe"]))
 def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
     found = override_patterns(experts_on(name, ("cpu", "cuda:1"))).content
     rules = [rule.rpartition("=") for rule in found.split(",")]
@@ -62,7 +62,7 @@ def test_models_without_experts_have_nothing_to_override() -> None:
 @pytest.fixture(scope="module")
 def rules() -> list[tuple[str, str]]:
     """Return (pattern, buffer) pairs of two expert layers, on the CPU and on cuda:1."""
-    text = override_patterns(experts_on("separate_moe", ("cpu", "cuda:1"))).content
+    text = override_patterns(experts_on("experts", ("cpu", "cuda:1"))).content
     return [(rule.rpartition("=")[0], rule.rpartition("=")[2]) for rule in text.split(",")]
 
 

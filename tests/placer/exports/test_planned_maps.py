@@ -20,6 +20,7 @@ from graphs.extract import Workload
 from placer.exports.placed_modules import around, whole_modules
 from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers
+from tests.placer.exports.test_device_map import contrast
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
@@ -58,8 +59,18 @@ def clip() -> Workload:
     return Workload.of(model, inputs, training=False)
 
 
-def workload(name: str, *, training: bool = False) -> Workload:
-    return clip() if name == "clip" else tiny_transformers.without_dropout(name, training=training)
+def in_a_row(*, batch: int = 32) -> Workload:
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    return Workload.of(nn.Sequential(*layers), torch.ones(batch, 64), training=False)
+
+
+OWN = {"clip": clip, "layers": in_a_row}
+
+
+def workload(name: str) -> Workload:
+    if name in OWN:
+        return OWN[name]()
+    return tiny_transformers.without_dropout(name, training=False)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -67,17 +78,17 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @functools.cache
-def needing(name: str, training: bool) -> tuple[Workload, int]:
+def needing(name: str) -> tuple[Workload, int]:
     """Return a step and the memory that it needs on one GPU."""
-    step = workload(name, training=training)
+    step = workload(name)
     alone = placer.evaluate({"": "fast"}, step, devices=cluster(), progress=False)
     return step, alone.result.peak_memory_bytes["fast"]
 
 
 @functools.cache
-def planned(name: str, share: float, *, training: bool = False) -> tuple[Workload, Any]:
+def planned(name: str, share: float) -> tuple[Workload, Any]:
     """Return a step and its map if every GPU has this share of the memory that the step needs."""
-    step, needed_bytes = needing(name, training)
+    step, needed_bytes = needing(name)
     limit = int(share * needed_bytes)
     return step, placer.device_map(step, devices=cluster(limit), budget="100e", progress=False)
 
@@ -86,7 +97,7 @@ def outputs(step: Workload, model: nn.Module) -> list[Tensor]:
     """Return the floating-point tensors of an output, on the CPU."""
     with torch.no_grad():
         output = model(*step.model_inputs, **step.keywords)
-    leaves = tree_leaves(tuple(output.to_tuple()))
+    leaves = tree_leaves(output if torch.is_tensor(output) else tuple(output.to_tuple()))
     return [leaf.to("cpu") for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point()]
 
 
@@ -101,7 +112,7 @@ def dispatched(step: Workload, content: Mapping[str, int | str]) -> list[Tensor]
 
 MODELS = (
     "llama",
-    "bert",
+    pytest.param("bert", marks=pytest.mark.slow),
     pytest.param("t5", marks=pytest.mark.slow),
     pytest.param("clip", marks=pytest.mark.slow),
 )
@@ -143,7 +154,14 @@ def test_no_map_that_it_is_compared_with_is_faster(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("t5", marks=pytest.mark.slow),
+    ],
+)
 def test_maps_of_accelerate_are_predicted_to_run_if_they_do(name: str) -> None:
     step, found = planned(name, 2.0)
     balanced = found.others["accelerate, balanced"]
@@ -152,16 +170,17 @@ def test_maps_of_accelerate_are_predicted_to_run_if_they_do(name: str) -> None:
     assert math.isfinite(balanced.step_s), balanced.why
 
 
-def test_a_map_of_accelerate_that_mixes_devices_in_an_op_cannot_run() -> None:
-    _, found = planned("clip", 2.0)
+@pytest.mark.parametrize("name", ["two towers", pytest.param("clip", marks=pytest.mark.slow)])
+def test_a_map_of_accelerate_that_mixes_devices_in_an_op_cannot_run(name: str) -> None:
+    if name == "clip":
+        _, found = planned("clip", 2.0)
+    else:
+        step = replace(contrast(), inputs=contrast().model_inputs, loss=None, training=False)
+        found = placer.device_map(step, devices=cluster(), budget="20e", progress=False)
     balanced = found.others["accelerate, balanced"]
-    # The embeddings are on the second GPU, the scale is a parameter of the model itself.
-    assert balanced.why == "mul in CLIPModel.forward reads from several devices"
-
-
-def in_a_row(*, batch: int = 32) -> Workload:
-    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
-    return Workload.of(nn.Sequential(*layers), torch.ones(batch, 64), training=False)
+    # The outputs are on the second GPU, the scale is a parameter of the model itself.
+    model = "CLIPModel" if name == "clip" else "Contrast"
+    assert balanced.why == f"mul in {model}.forward reads from several devices"
 
 
 def test_with_enough_memory_one_fast_gpu_has_it_all() -> None:
@@ -190,7 +209,12 @@ def test_a_map_is_predicted_as_by_evaluating_it_as_a_placement() -> None:
 
 
 def test_training_steps_are_mapped_with_room_for_gradients() -> None:
-    step, found = planned("llama", TOO_SMALL, training=True)
+    step = replace(in_a_row(), training=True, loss=tiny_models.squared)
+    step = replace(step, inputs=(*step.inputs, torch.ones(32, 64)))
+    alone = placer.evaluate({"": "fast"}, step, devices=cluster(), progress=False)
+    limit = int(TOO_SMALL * alone.result.peak_memory_bytes["fast"])
+    assert limit > weight_bytes(step.model)
+    found = placer.device_map(step, devices=cluster(limit), budget="100e", progress=False)
     assert set(found.values()) == {0, 1}
     homes = {around(name, found) for name in step.model.state_dict()}
     assert None not in homes
@@ -201,6 +225,7 @@ def test_training_steps_are_mapped_with_room_for_gradients() -> None:
 
 def test_a_name_or_model_of_transformers_needs_no_inputs_and_limits_are_as_accelerates() -> None:
     name = tiny_transformers.TARGETS["llama"].removeprefix("hf:")
+    name = name.replace("num_hidden_layers=2", "num_hidden_layers=1")
     options: dict[str, Any] = {"devices": cluster(), "budget": "20e", "progress": False}
     assert 1 in placer.device_map(name, **options).values()
     model = tiny_transformers.load(f"hf:{name}").model

@@ -33,9 +33,17 @@ def recorded(name: str) -> Extraction:
 
 
 @pytest.mark.parametrize(
-    ("name", "on_second"), [("meeting", "right"), ("contrast", "text"), ("llama", "model.layers.1")]
+    ("name", "on_second"),
+    [
+        ("meeting", ("right",)),
+        ("contrast", ("text",)),
+        ("conv_net", ("4", "5", "6", "7")),
+        pytest.param("llama", ("model.layers.1",), marks=pytest.mark.slow),
+    ],
 )
-def test_the_map_of_a_recording_is_that_of_its_export(name: str, on_second: str) -> None:
+def test_the_map_of_a_recording_is_that_of_its_export(
+    name: str, on_second: tuple[str, ...]
+) -> None:
     maps = []
     for extraction in (extracted(name), recorded(name)):
         graph = extraction.graph
@@ -45,7 +53,7 @@ def test_the_map_of_a_recording_is_that_of_its_export(name: str, on_second: str)
         maps.append(exported.content)
     assert maps[0] == maps[1]
     assert set(maps[1].values()) == {0, 1}
-    if name == "llama":  # its layers are placed as a map can have them
+    if name in {"conv_net", "llama"}:  # their layers are placed as a map can have them
         assert exported.moved_op_count == 0
 
 

@@ -278,7 +278,7 @@ def test_a_part_of_a_batch_has_its_part_of_costs_and_activations_alone() -> None
     assert graph.nodes["a0"]["cost_s"] == {"*": 1e-3}
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 999))
 def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
     graph, cluster = random_training(seed), nodes(2, 2)
@@ -290,7 +290,7 @@ def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
     assert result.best.predicted_s == plain.best.predicted_s
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 999),
     bandwidth=st.sampled_from([1e7, 1e9, 1e11]),
@@ -322,7 +322,7 @@ def test_a_plan_fits_and_is_what_its_simulation_says(
         assert split.samples_per_s <= found.best.samples_per_s
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 999), bandwidth=st.sampled_from([1e8, 1e9, 1e10, 1e12]))
 def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth: float) -> None:
     """Compares every R and d, placed by the exact placer; costs do not depend on the order here."""

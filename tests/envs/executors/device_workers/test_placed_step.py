@@ -107,7 +107,13 @@ def test_random_placements_infer_as_torch_does(seed: int, name: str) -> None:
             assert_close(found, forward(step), 1e-6)
 
 
-@pytest.mark.parametrize("kind", sorted(STATE))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("sgd", "adam")))
+        for kind in sorted(STATE)
+    ],
+)
 def test_the_state_of_optimizers_is_that_of_torch(kind: str) -> None:
     step = with_optimizer(made("conv_net"), kind, learning_rate=0.01)
     with placed(extract(copy.deepcopy(step)), MACHINES["two GPUs"]) as workers:
@@ -139,7 +145,9 @@ def there_and_back() -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_values_that_go_there_and_back_have_whole_gradients(seed: int) -> None:
     """Every call is on another device than the one before; streams run in six orders."""
     step = with_optimizer(there_and_back(), "adamw", learning_rate=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -23,24 +24,32 @@ from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import discover, present
 from envs.placement import Placement
 from envs.torch_runtime import TorchRuntime
-from graphs.extract import ExtractionError, extract
+from graphs.extract import Extraction, ExtractionError, extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
 from tests.fake_cuda.sharing import FakeSharing
+from tests.helpers.extracted_steps import copied
 from tests.helpers.own_functions import STEPS, Summed, own_step
 from tests.helpers.placed_steps import by_calls, on_cores, random_devices, two_cores
-from tests.helpers.second_devices import DEVICES, FAKE, opened_device
+from tests.helpers.second_devices import FAKE, VDEV, opened_device
 from tests.helpers.trained_alike import assert_close, assert_trains_alike, on_cpu, with_optimizer
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@functools.cache
+def extracted(name: str) -> Extraction:
+    return extract(own_step(STEPS[name]))
+
+
+@pytest.mark.parametrize("kind", [VDEV, FAKE])
 @pytest.mark.parametrize("name", sorted(STEPS.keys() - {"random"}))
-def test_random_placements_train_as_the_model_does(name: str, kind: str) -> None:
-    extraction = extract(own_step(STEPS[name]))
-    plain = copy.deepcopy(extraction.step)
-    with opened_device(kind) as device:
+def test_random_placements_train_as_the_model_does(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    extraction = extracted(name)
+    plain = copied(extraction).step
+    with opened_device(kind, request.node.name) as device:
         for seed in range(2):
             step = replace(extraction, step=copy.deepcopy(plain))
             placed = by_calls(step, ["cpu", device], seed)
@@ -74,7 +83,13 @@ def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", sorted(STEPS.keys() - {"random", "local"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("held", "lists", "members")))
+        for name in sorted(STEPS.keys() - {"random", "local"})
+    ],
+)
 def test_workers_import_the_functions(name: str) -> None:
     step = with_optimizer(own_step(STEPS[name]), "sgd", learning_rate=0.01)
     extraction, plain = extract(copy.deepcopy(step)), copy.deepcopy(step).model

@@ -46,7 +46,10 @@ def answer(step: Workload) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", in_turn(["conv_net", "tied_weights", "norm_twice", "bert", "frozen_norm"])
+    "name",
+    in_turn(
+        ["conv_net", "tied_weights", "norm_twice", "bert", "frozen_norm"], slow=["conv_net", "bert"]
+    ),
 )
 def test_other_models_answer_as_they_do_in_eval_mode(name: str, device: torch.device) -> None:
     extraction = fresh(name)
