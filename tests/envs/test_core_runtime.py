@@ -172,10 +172,10 @@ def test_a_candidate_whose_worker_dies_fails_and_the_others_get_new_workers(
 ) -> None:
     def progress(done: int, total: int) -> None:
         if done == 4:  # second round: the second candidate is done, the third is next
-            os.kill(pool_of(backend)._workers[0].process.pid, signal.SIGKILL)
+            os.kill(pool_of(backend)._workers[1].process.pid, signal.SIGKILL)
 
     seen = measurements(backend.evaluate(candidates(backend.problem), progress))
-    assert f"{backend.problem.cluster.names[0]} died" in seen[2].failure
+    assert f"{backend.problem.cluster.names[1]} died" in seen[2].failure
     assert [len(own.wall_s) for own in seen] == [3, 3, 0]
 
 

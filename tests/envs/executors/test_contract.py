@@ -206,12 +206,8 @@ def test_steps_on_changing_batches_are_those_of_the_model(executor: str, place: 
     ("kind", "name"),
     [
         *((kind, "conv_net") for kind in STATE),
-        *(
-            pytest.param(kind, "tied_weights", marks=[pytest.mark.slow] * (kind != "adamw"))
-            for kind in STATE
-        ),
-        *(("momentum", name) for name in ("decaying_weight", "views", "own_loss")),
-        pytest.param("momentum", "weighted_loss", marks=pytest.mark.slow),
+        ("adamw", "tied_weights"),
+        *(("momentum", name) for name in ("decaying_weight", "weighted_loss", "views", "own_loss")),
     ],
 )
 def test_an_optimizer_of_the_step_leaves_what_torchs_own_leaves(
