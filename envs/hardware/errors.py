@@ -1,4 +1,4 @@
-"""What goes wrong with devices, without importing torch."""
+"""Errors and warnings about devices; this module does not import torch."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def by_gloo(words: list[str], is_lost: bool) -> tuple[int, str, str]:
     def joined(_: Any, *arguments: Any, **named: Any) -> None:
         join("gloo", *arguments, **named)
 
-    dist.init_process_group = joined  # type: ignore[assignment]  # it passes all on
+    dist.init_process_group = joined  # type: ignore[assignment]  # takes any arguments, passes them on
     with fake_cuda(2):
         if is_lost:
             lose()

@@ -88,23 +88,23 @@ def test_a_worker_without_instructions_takes_no_part_in_a_step() -> None:
 
 
 @pytest.mark.parametrize("here", [0, 1])
-def test_the_worker_that_may_take_this_core_is_told_last(
+def test_the_worker_on_the_core_of_the_caller_starts_last(
     here: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "current_core", lambda: CORES[here])
-    told: list[int] = []
+    receivers: list[int] = []
     pool = Pool()
     with pool:
         for d, worker in enumerate(pool._workers):
             send = worker.connection.send_bytes
 
             def noted(message: bytes, d: int = d, send: Any = send) -> None:
-                told.append(d)
+                receivers.append(d)
                 send(message)
 
             monkeypatch.setattr(worker.connection, "send_bytes", noted)
         pool.run(pool.number)
-    assert told == [1 - here, here]
+    assert receivers == [1 - here, here]
 
 
 def run_for_ever(pool: Pool) -> None:
