@@ -133,6 +133,8 @@ class Workload:
 
         A single tuple, list or dict is unpacked, unless the example inputs are one such argument.
         """
+        if not keywords and not self.keywords and len(batch) == len(self.step_inputs) > 1:
+            return batch, keywords  # in the form of the example, as most loops give it
         if len(batch) == 1 and isinstance(batch[0], tuple | list | Mapping):
             with_target = TARGET in keywords and TARGET not in self.keywords
             if not keywords or (with_target and len(keywords) == 1):
@@ -196,10 +198,7 @@ class LossModule(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
         """Return the loss of one step."""
-        if self.loss is None:
-            return scalar_loss(self.model(*inputs, **keywords), is_of_model=True)
-        output = self.model(*inputs[:-1], **keywords)
-        return scalar_loss(self.loss(output, inputs[-1]), is_of_model=False)
+        return training_loss(self.model, self.loss, inputs, keywords)
 
 
 class ModelAlone(nn.Module):
@@ -256,6 +255,22 @@ def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
     collect("", module)
     return parameters | buffers
+
+
+def training_loss(
+    model: nn.Module,
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> torch.Tensor:
+    """Run the forward pass of a training step on its inputs, the last one a loss function's target.
+
+    Return the loss, or raise StepError if it is not scalar.
+    """
+    if loss is None:
+        return scalar_loss(model(*inputs, **keywords), is_of_model=True)
+    output = model(*inputs[:-1], **keywords)
+    return scalar_loss(loss(output, inputs[-1]), is_of_model=False)
 
 
 def scalar_loss(output: Any, *, is_of_model: bool) -> torch.Tensor:

@@ -5,7 +5,8 @@
 A training step, forward and backward, of the plain and the placed model in turn, so that other load
 affects both. ``module`` runs all calls on the CPU in this process, as placements on torch devices
 do; ``workers`` runs all ops in the worker process of one core, against the plain model with one
-thread on that core; ``step`` compares ``placed.step`` in a training loop on two cores, with torch's
+thread on that core; ``answer`` runs what ``placer.optimize`` chooses for one core, which may be the
+unplaced model; ``step`` compares ``placed.step`` in a training loop on two cores, with torch's
 own optimizer, with what its workers alone take for the same placement.
 """
 
@@ -33,10 +34,11 @@ from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.cores.pool import WorkerPool
 from envs.executors.process_settings import end_idle_threads
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import discover
 from graphs.extract import Workload, extract
 from graphs.models.rnnlm import next_token_loss
-from graphs.workload import LossModule
+from graphs.workload import LossModule, training_loss
 from placer.sources.target import load_step
 
 MODELS: Final = Path(__file__).parents[2] / "graphs" / "models"
@@ -54,6 +56,12 @@ BY_WORKERS: Final = {
     "GRU": f"{__file__}:gru",
     "GRU, both directions": f"{__file__}:long_gru",
 }
+ANSWERED: Final = {
+    "LSTM": f"{__file__}:lstm",
+    "LSTM, two milliseconds": f"{__file__}:small_lstm",
+    "GRU": f"{__file__}:gru",
+    "GRU, two milliseconds": f"{__file__}:small_gru",
+}
 IN_LOOP: Final = {
     "two towers": f"{MODELS}/two_towers.py:build",
     "translation with attention": f"{MODELS}/nmt.py:build",
@@ -63,6 +71,10 @@ QUICK_PARTS: Final = ("module, ResNet", "workers, two towers", "step, two towers
 Training: TypeAlias = tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]
 BAR: Final = 1.05
 """Largest ratio for calls in this process."""
+TURN_S: Final = 0.05
+"""Seconds of steps in a turn, at least two steps, the first of which does not count."""
+NO_MEASURING: Final = placer.SearchConfig(budget="20e", measure=False)
+MEASURING: Final = placer.SearchConfig(budget="2s")
 BLOCKS: Final = 8
 """Blocks of ops that the two cores of ``step`` take in turn, so that tensors move between them."""
 
@@ -74,7 +86,13 @@ def parts(effort: Effort) -> dict[str, Part]:
     for name, target in IN_PROCESS.items():
         found[f"module, {name}"] = partial(in_process, name, target, pairs)
     for name, target in BY_WORKERS.items():
-        found[f"workers, {name}"] = partial(by_workers, name, target, pairs)
+        found[f"workers, {name}"] = partial(
+            on_one_core, f"{name}, by a worker", target, NO_MEASURING, pairs
+        )
+    for name, target in ANSWERED.items():
+        found[f"answer, {name}"] = partial(
+            on_one_core, f"{name}, the answer", target, MEASURING, pairs
+        )
     for name, target in IN_LOOP.items():
         found[f"step, {name}"] = partial(in_loop, name, target, pairs)
     if effort.level == "quick":
@@ -97,8 +115,13 @@ def in_process(name: str, target: str, pairs: int, found: dict[str, Any]) -> Tab
     return compared(f"{name}, in process", lambda: run(plain), lambda: run(placed), pairs, found)
 
 
-def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
-    """Compare the plain model on one core with a placement of all ops on that core."""
+def on_one_core(
+    name: str, target: str, search: placer.SearchConfig, pairs: int, found: dict[str, Any]
+) -> Table:
+    """Compare the plain model on one core with what a search chooses there.
+
+    Without measuring it places all ops; if it measures, it may keep the unplaced model.
+    """
     core = min(os.sched_getaffinity(0))
     step = load_step(target, training=True)
     result = placer.optimize(
@@ -106,17 +129,18 @@ def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Tab
         step.inputs,
         loss=step.loss,
         devices=f"core:{core}",
-        search=placer.SearchConfig(budget="20e", measure=False),
+        search=search,
         progress=False,
     )
     with (
         placer.apply(step.model, result.placement, step.inputs, loss=step.loss) as placed,
         one_thread_on(core),
     ):
+        found["kept"] = isinstance(placed, UnplacedModel)
         return compared(
-            f"{name}, by a worker",
+            name,
             lambda: timed(step.model, partial(eager_step, step)),
-            lambda: timed(step.model, partial(placed.step, step.inputs)),
+            lambda: timed(step.model, partial(placed.step, *step.inputs)),
             pairs,
             found,
         )
@@ -132,6 +156,16 @@ def gru() -> Training:
     return _recurrent(nn.GRU)
 
 
+def small_lstm() -> Training:
+    """Return an LSTM of width 32 on four texts for ``load_step``."""
+    return _recurrent(nn.LSTM, width=32, texts=4)
+
+
+def small_gru() -> Training:
+    """Return a GRU of width 32 on four texts for ``load_step``."""
+    return _recurrent(nn.GRU, width=32, texts=4)
+
+
 def long_lstm() -> Training:
     """Return a tagger of two LSTM layers in both directions for ``load_step``."""
     return _recurrent(nn.LSTM, width=128, length=40, bidirectional=True)
@@ -143,14 +177,19 @@ def long_gru() -> Training:
 
 
 def _recurrent(
-    kind: type[nn.LSTM | nn.GRU], *, width: int = 64, length: int = 20, bidirectional: bool = False
+    kind: type[nn.LSTM | nn.GRU],
+    *,
+    width: int = 64,
+    length: int = 20,
+    texts: int = 32,
+    bidirectional: bool = False,
 ) -> Training:
-    """Return the model, (tokens, next tokens) of 32 texts of ``length`` words, and the loss."""
+    """Return the model, (tokens, next tokens) of texts of ``length`` words, and the loss."""
     torch.manual_seed(0)
     layers = kind(width, width, 2, batch_first=True, bidirectional=bidirectional)
     directions = 2 if bidirectional else 1
     model = RecurrentModel(nn.Embedding(1000, width), layers, nn.Linear(directions * width, 1000))
-    text = torch.randint(1000, (32, length + 1))
+    text = torch.randint(1000, (texts, length + 1))
     return model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()), next_token_loss
 
 
@@ -206,12 +245,15 @@ def compared(
 ) -> Table:
     """Run both in turn and return their ratios; the first pair only warms up.
 
-    Of each turn the second step counts: the first finds the caches as the other left them.
+    Of each turn the median counts, without the first step, which finds the caches as the other
+    left them.
     """
 
     def of_turn(step: Callable[[], float]) -> float:
-        step()
-        return step()
+        seconds = [step(), step()]
+        while sum(seconds) < TURN_S:
+            seconds.append(step())
+        return statistics.median(seconds[1:])
 
     seconds = [(of_turn(plain), of_turn(placed)) for _ in range(pairs + 1)][1:]
     ratios = [placed_s / plain_s for plain_s, placed_s in seconds]
@@ -236,7 +278,7 @@ def timed(module: nn.Module, work: Callable[[], object]) -> float:
 
 def eager_step(step: Workload) -> None:
     """Run forward and backward of the plain model."""
-    torch.autograd.backward(LossModule(step)(*step.inputs, **step.keywords))
+    torch.autograd.backward(training_loss(step.model, step.loss, step.inputs, step.keywords))
 
 
 @contextmanager

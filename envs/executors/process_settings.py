@@ -53,22 +53,29 @@ def _openmp_pause() -> Callable[[int], int] | None:
     return cast("Callable[[int], int]", found)
 
 
-@contextmanager
-def on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Let this thread run on these cores in this context, and torch with a thread on each.
+class OnCores:
+    """Lets a thread run on these cores in this context, and torch with a thread on each.
 
-    Threads of torch that were started before stay where they may run.
+    Threads of torch that were started before stay where they may run. A class rather than a
+    generator, since it is entered in each step, and those of small models take a millisecond.
     """
-    allowed = os.sched_getaffinity(0)
-    with with_threads(len(cores)):
-        if allowed == set(cores):
-            yield
-            return
-        os.sched_setaffinity(0, cores)
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, allowed)
+
+    def __init__(self, cores: Collection[int]) -> None:
+        self._cores = set(cores)
+
+    def __enter__(self) -> None:
+        self._allowed = os.sched_getaffinity(0)
+        if self._allowed != self._cores:
+            os.sched_setaffinity(0, self._cores)
+        self._threads = torch.get_num_threads()
+        if self._threads != len(self._cores):
+            torch.set_num_threads(len(self._cores))
+
+    def __exit__(self, *_: object) -> None:
+        if self._allowed != self._cores:
+            os.sched_setaffinity(0, self._allowed)
+        if self._threads != torch.get_num_threads():
+            torch.set_num_threads(self._threads)
 
 
 @contextmanager

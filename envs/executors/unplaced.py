@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ from torch import nn
 
 from envs.executors.checks import checked_rate, load_optimizer_state
 from envs.executors.hooks.mixed_devices import sent
-from envs.executors.process_settings import keep_freed_memory, on_cores
+from envs.executors.process_settings import OnCores, keep_freed_memory
 from envs.executors.state_devices import StateDevices, renew_recurrent, states_of
 from envs.executors.torch.placed_module import SHARED
 from envs.hardware.torch_devices import CPU
 from graphs.extract import Extraction, Workload
 from graphs.extract.autocast import autocast
-from graphs.extract.eager import run_step
 from graphs.optimizer import STATE, Optimizer
+from graphs.precision import FULL
+from graphs.workload import training_loss
 
 
 class UnplacedModel(nn.Module):
@@ -81,20 +81,9 @@ class UnplacedModel(nn.Module):
         Raises:
             Exception: as the model raises it.
         """
-        training = self._step.training and self.training
-        positional, named = self._step.bound(inputs, keywords, training=training)
-        if self._device != CPU:
-            positional, named = sent((positional, named), self._device)
-            if self._homes.were_elsewhere():
-                renew_recurrent(self._owners)
-        step = replace(self._step, inputs=positional, keywords=named)
-        with ExitStack() as entered:
-            if not training:
-                step = replace(step, loss=None, training=False, optimizer=None)
-                entered.enter_context(torch.no_grad())
-            entered.enter_context(self._on_cores())
-            entered.enter_context(autocast(step.dtype, [self._device.type]))
-            return run_step(step)
+        positional, named = self._step.bound(inputs, keywords, training=self._is_training)
+        with self._on_cores():
+            return self._forward(positional, named)
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """Run one step on a batch as a data loader gives it.
@@ -106,10 +95,10 @@ class UnplacedModel(nn.Module):
             Exception: as the model raises it.
         """
         positional, named = self._step.unpacked(batch, keywords)
-        if not (self._step.training and self.training):
+        if not self._is_training:
             return self(*positional, **named)
         with self._on_cores():
-            loss: torch.Tensor = self(*positional, **named)
+            loss: torch.Tensor = self._forward(positional, named)
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -117,6 +106,28 @@ class UnplacedModel(nn.Module):
                 self._optimizer.step()
                 self._optimizer.zero_grad()
         return loss.detach()
+
+    @property
+    def _is_training(self) -> bool:
+        return self._step.training and self.training
+
+    def _forward(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Run the forward pass on bound inputs. Little else, since steps may take a millisecond."""
+        if self._device != CPU:
+            positional, named = sent((positional, named), self._device)
+            if self._homes.were_elsewhere():
+                renew_recurrent(self._owners)
+        if self._step.dtype == FULL:
+            return self._run(positional, named)
+        with autocast(self._step.dtype, [self._device.type]):
+            return self._run(positional, named)
+
+    def _run(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        step = self._step
+        if step.training and self.training:
+            return training_loss(step.model, step.loss, positional, named)
+        with torch.no_grad():
+            return step.model(*positional, **named)
 
     def train(self, mode: bool = True) -> UnplacedModel:
         """Set the mode. Modules that were in eval mode within a training step return to it."""
@@ -160,7 +171,7 @@ class UnplacedModel(nn.Module):
         load_optimizer_state(self._optimizer_state(), state)
 
     def _on_cores(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._cores is None else on_cores(self._cores)
+        return nullcontext() if self._cores is None else OnCores(self._cores)
 
     def _begin(self, extraction: Extraction, optimizer: torch.optim.Optimizer) -> None:
         """Set the optimizer's state to that before the first step, for the updated parameters."""

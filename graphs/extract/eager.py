@@ -26,7 +26,7 @@ from graphs.extract.model_state import (
     with_distinct_inputs,
     with_inputs,
 )
-from graphs.workload import ExtractionError, LossModule, StepError, Workload
+from graphs.workload import ExtractionError, StepError, Workload, training_loss
 
 
 @contextlib.contextmanager
@@ -83,8 +83,7 @@ def run_step(step: Workload) -> object:
     """Return the loss of a training step (StepError if not scalar), else the model's output."""
     with autocast(step.dtype):
         if step.training:
-            loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
-            return loss
+            return training_loss(step.model, step.loss, step.inputs, step.keywords)
         return step.model(*step.model_inputs, **step.keywords)
 
 

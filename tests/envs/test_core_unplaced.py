@@ -98,7 +98,7 @@ def test_an_unplaced_model_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatc
     runtime = CoreRuntime(extraction, problem.cluster)
     unplaced = [unplaced_on(problem, runtime, cores=cores) for cores in (1, 2)]
     with Measured(CoreExecutor(extraction, problem), rounds=1) as backend:
-        for where in ("run_step", "_torch_optimizer"):
+        for where in ("training_loss", "_torch_optimizer"):
             monkeypatch.setattr(f"envs.executors.unplaced.{where}", fail)
         placed, *failed = backend.evaluate([on_first(problem), *unplaced])
     assert placed.feasible, placed.why

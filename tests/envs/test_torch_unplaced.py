@@ -93,7 +93,7 @@ def test_an_unplaced_model_that_runs_out_of_memory_fails_and_the_placements_go_o
     def cramped(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
 
-    monkeypatch.setattr(UnplacedModel, "forward", cramped)
+    monkeypatch.setattr(UnplacedModel, "step", cramped)
     with opened(tiny_models.conv_net()) as backend:
         there = everywhere(backend.problem, 0)
         assert isinstance(backend.executor, TorchExecutor)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ from envs.executors.state_devices import State, StateDevices, renew_recurrent, s
 from envs.executors.torch.placed_module import SHARED, full_device
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
-from graphs.extract.eager import run_step
 from graphs.extract.module_calls import and_outer, module_paths
 from graphs.text import suggestion
+from graphs.workload import training_loss
 
 
 class HookedModule(nn.Module):
@@ -125,15 +123,13 @@ class HookedModule(nn.Module):
             renew_recurrent(self._paths)
         training = self._step.training and self.training
         positional, named = self._step.bound(inputs, keywords, training=training)
-        step = replace(self._step, inputs=positional, keywords=named)
-        with ExitStack() as entered:
-            if not training:
-                step = replace(step, loss=None, training=False)
-                entered.enter_context(torch.inference_mode(False))  # no version counters
-                entered.enter_context(torch.no_grad())
-            entered.enter_context(autocast(step.dtype, self._types))
-            entered.enter_context(self._hooks.outside_modules())
-            return run_step(step)
+        step = self._step
+        with autocast(step.dtype, self._types), self._hooks.outside_modules():
+            if training:
+                return training_loss(step.model, step.loss, positional, named)
+            # Under inference mode, tensors would have no version counters.
+            with torch.inference_mode(False), torch.no_grad():
+                return step.model(*positional, **named)
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """Run one step on a batch as a data loader gives it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -9,7 +10,9 @@ import sys
 from typing import Final
 
 import pytest
+import torch
 
+from envs.executors.process_settings import OnCores
 from tests.helpers.folders import ROOT
 
 PROBE: Final = """
@@ -74,6 +77,22 @@ def test_threads_that_wait_for_work_end_and_start_again() -> None:
         pytest.skip("needs OpenMP 5.0")
     working, idle, again = map(int, printed(THREADS))
     assert (idle, again) == (working - 2, working)
+
+
+def test_cores_and_threads_are_what_they_were_after_a_failure() -> None:
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    core = max(allowed)
+    with contextlib.suppress(ZeroDivisionError), OnCores({core}):
+        assert (os.sched_getaffinity(0), torch.get_num_threads()) == ({core}, 1)
+        raise ZeroDivisionError
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (allowed, threads)
+
+
+def test_cores_that_are_not_there_change_nothing() -> None:
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with pytest.raises(OSError, match="Invalid argument"), OnCores({1023}):
+        pass
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (allowed, threads)
 
 
 def printed(program: str) -> list[str]:
