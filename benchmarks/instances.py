@@ -185,6 +185,17 @@ def communicating() -> list[Exercise]:
     return found
 
 
+def planted_machine(made: Planted, devices: int) -> Machine:
+    """Return devices on whose links the largest output arrives within a gap, without waiting."""
+    return Machine(
+        devices=devices,
+        bandwidth_bytes_per_s=made.largest_bytes / made.gap_s,
+        latency_s=0.0,
+        sharing="none",
+        order="fifo",
+    )
+
+
 def planted_instances(count: int = len(PLANTED)) -> list[tuple[Exercise, Planted]]:
     """Return the first problems with the schedules that they were cut out of."""
     found = []
@@ -196,13 +207,7 @@ def planted_instances(count: int = len(PLANTED)) -> list[tuple[Exercise, Planted
             degree=degree,
             step_s=each * 100e-6,
         )
-        machine = Machine(
-            devices=devices,
-            bandwidth_bytes_per_s=made.largest_bytes / made.gap_s,
-            latency_s=0.0,
-            sharing="none",
-            order="fifo",
-        )
+        machine = planted_machine(made, devices)
         found.append((exercise(machine.problem(made.graph), f"{devices} x {each} ops"), made))
     return found
 

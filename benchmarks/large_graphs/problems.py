@@ -14,7 +14,7 @@ from typing import Any, Final
 import networkx as nx
 import numpy as np
 
-from benchmarks.instances import Machine
+from benchmarks.instances import Machine, planted_machine
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from graphs.graph import ANY_KIND, GraphArrays, new_graph
@@ -194,14 +194,7 @@ def planted_unequal(count: int = len(PLANTED_UNEQUAL)) -> list[tuple[Exercise, P
             premium=PREMIUM * (seed % 2),
             recent=2 * devices,
         )
-        machine = Machine(
-            devices=devices,
-            bandwidth_bytes_per_s=made.largest_bytes / made.gap_s,
-            latency_s=0.0,
-            sharing="none",
-            order="fifo",
-        )
-        cluster = each_of_its_kind(machine.cluster(), "device:")
+        cluster = each_of_its_kind(planted_machine(made, devices).cluster(), "device:")
         problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
         found.append((exercise(problem, f"{devices} x {each} ops"), made))
     return found
