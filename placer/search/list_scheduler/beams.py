@@ -24,10 +24,9 @@ FIRST_TRIALS: Final = 2
 HOPELESS: Final = 1.25
 """Searches end after the first trials if none is within this multiple of the best known step."""
 WIDEST: Final = 16
-NARROWEST: Final = 4
 BEAM_EVALUATIONS: Final = 3
 """A search takes about as long as so many decodes for each of the schedules that it keeps."""
-TRIAL_SHARE: Final = 0.04
+TRIAL_SHARE: Final = 0.05
 """Share of a budget that the trials may take; narrower beams take less."""
 BEAM_SHARE: Final = 0.2
 """Maximum share for all searches of what other searches left of the budget."""
@@ -48,12 +47,11 @@ def affordable_width(evaluator: Evaluator, evaluations: int) -> int:
         return 0
     if arrays.memory_matters or not arrays.all_connected:
         return 0
-    width = min(
+    return min(
         int(evaluations * TRIAL_SHARE) // (TRIALS * BEAM_EVALUATIONS),
         MOST_COPIED // len(arrays.cost) ** 2,
         WIDEST,
     )
-    return width if width >= NARROWEST else 0
 
 
 def beam_candidates(
