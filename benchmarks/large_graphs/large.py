@@ -39,8 +39,9 @@ from envs.simulator.bounds import lower_bound_ns
 from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.compilation import load_compiled_code
+from placer.search.evolution import Proposer
 from placer.search.list_scheduler.decoder import HEFT, decode_batch
-from placer.search.portfolio import Portfolio, Proposer
+from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, Placer, SearchRequest, SearchTrace
 
 LARGE_S: Final = (1.0, 5.0)

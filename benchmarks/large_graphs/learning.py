@@ -25,7 +25,8 @@ from placer.policies.pool import Exercise
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
-from placer.search.portfolio import EVOLUTION_SHARE, Portfolio, Proposer
+from placer.search.evolution import Proposer
+from placer.search.portfolio import EVOLUTION_SHARE, Portfolio
 from placer.search.request import Budget
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ class Kind(Enum):
     M_ETF = "m-ETF"
     POLICY = "policy"
     EVOLUTION = "evolution"
+    BEAM = "beam search"
     ANNEALING = "annealing"
     CONTIGUOUS_PARTS = "contiguous parts"
     BALANCED_LOADS = "balanced loads"

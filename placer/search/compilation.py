@@ -29,10 +29,10 @@ from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
-from placer.search.list_scheduler import decoder, etf
+from placer.search.list_scheduler import beam, decoder, etf
 from placer.search.list_scheduler.decoder import HEFT
 
-LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf)
+LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf, beam._search)
 """Functions that take most of the compile time; if they are cached, so are mostly the others."""
 HELPER: Final = """
 import sys
@@ -123,6 +123,8 @@ def _scheduled(problem: Problem) -> None:
     evaluator = Evaluator(problem)
     devices, _ = decoder.decode(evaluator.scheduling, HEFT)
     etf.etf(evaluator.scheduling)
+    start_ns = np.zeros(problem.op_count)
+    beam.Beam(evaluator.scheduling, 1).search(start_ns, urgency=0.0, eager=True)
     max_load_ns(problem, devices)
     lower_bound_ns(problem)
 

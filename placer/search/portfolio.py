@@ -1,7 +1,8 @@
-"""Default search: heuristics, then the policy, then evolution and annealing; and parts of it alone.
+"""Default search: heuristics, then the policy, evolution, beams and annealing; annealing alone.
 
 Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes, the
 second half of them in sight of the best so far, see :mod:`placer.search.list_scheduler.sight`.
+Beam searches follow on unequal devices, see :mod:`placer.search.list_scheduler.beams`.
 Annealing moves single ops, on large graphs also blocks, and is better at the end. The best of all
 is kept, so the result is never worse than the heuristics.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -32,13 +33,18 @@ from placer.search.annealing.step_time import (
 from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
-from placer.search.evolution import POPULATION, SIGMA, Evolution
+from placer.search.evolution import POPULATION, SIGMA, Evolution, Proposer
 from placer.search.grouping import EVALUATIONS, has_levels, level_above
 from placer.search.heuristics import heuristics
-from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
+from placer.search.list_scheduler.beams import (
+    BEAM_EVALUATIONS,
+    BEAM_SHARE,
+    affordable_width,
+    beam_candidates,
+)
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
 from placer.search.request import MAX_LOAD, Budget, SearchRequest
-from placer.search.sampling import BudgetedEvaluator, Sampling
 from placer.search.workers import Team, Workers
 
 SAMPLES: Final = 32
@@ -68,21 +74,9 @@ GROUPS_SHARE: Final = 0.2
 """Share of the budget that heuristics leave in which groups of ops are placed on large graphs."""
 
 
-class Proposer(Protocol):
-    """A learned policy: proposes decoder weights for a problem."""
-
-    def propose(self, evaluator: Evaluator, known: list[Candidate]) -> tuple[Floats, Floats]:
-        """Return means (M, 21) and standard deviations (M, 21) of weights.
-
-        ``known`` are the candidates of the heuristics. All means are tried in order, then samples
-        around the best of them.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """Heuristics, a policy if given, evolution and annealing.
+    """Heuristics, a policy if given, evolution, beam searches and annealing.
 
     Without a policy evolution starts from HEFT. For the objective max-load annealing runs alone.
     """
@@ -107,6 +101,7 @@ class Portfolio:
                 if has_levels(request.problem):
                     search.begin_by_groups(self)
                 search.evolve(self.policy)
+                search.follow_beams()
                 search.anneal()
         request.report(1.0, "done")
         return search.candidates()
@@ -274,6 +269,20 @@ class _Search:
         pairs = problem.op_count * problem.device_count
         return min(2 * self.chunk, max(PAIRS_AT_ONCE // pairs, 1))
 
+    def follow_beams(self) -> None:
+        """Search by beams near the orders of the best placement and of HEFT, while that pays."""
+        share = self.meter.share()
+        width = affordable_width(self.evaluator, int(self.meter.spent / max(share, 1e-9)))
+        end = share + (1.0 - share) * BEAM_SHARE
+        if width == 0 or self.meter.over(end):
+            return
+        plans = ranked(self.new + self.known)[0], *(c for c in self.known if c.kind is Kind.HEFT)
+        for candidate in beam_candidates(self.evaluator, plans, width, self.seeds[1]):
+            self.meter.spend(BEAM_EVALUATIONS * width)
+            self._keep(candidate)
+            if self.meter.over(end):
+                break
+
     def anneal(self) -> None:
         """Anneal from the best placement; with much time also from other good ones."""
         if self.meter.over():
@@ -370,31 +379,3 @@ class AnnealingPlacer:
             search.anneal_from([start] * count, search.seeds, hot=HOT, senders=self.senders)
         annealed = [each for each in search.new if each.kind is Kind.ANNEALING]
         return ranked([*search.known, *annealed[:1]])
-
-
-class PolicyPlacer(Sampling):
-    """Decodes the policy's proposals, then samples around the best of them."""
-
-    kind: ClassVar[Kind] = Kind.POLICY
-
-    def __init__(self, policy: Proposer | None) -> None:
-        if policy is None:
-            raise ValueError("placer 'policy' is nothing without a trained policy: name one")
-        self.policy = policy
-
-    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
-        """Evaluate proposals and samples; the heuristics that the policy needs are not counted."""
-        evaluator = budgeted.evaluator
-        means, deviations = self.policy.propose(evaluator, heuristics(evaluator))
-        costs: list[int] = []
-        for mean in means:
-            costs.append(budgeted.evaluate(*decode(evaluator.scheduling, mean)))
-            if budgeted.over():
-                return
-        best = int(np.argmin(costs))
-        random = np.random.default_rng(seed)
-        while not budgeted.over():
-            normal = random.standard_normal(len(means[best]))
-            budgeted.evaluate(
-                *decode(evaluator.scheduling, means[best] + deviations[best] * normal)
-            )

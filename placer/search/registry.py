@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from graphs.text import suggestion
 
 if TYPE_CHECKING:
-    from placer.search.portfolio import Proposer
+    from placer.search.evolution import Proposer
     from placer.search.request import Placer
 
 GROUP: Final = "placer.placers"
@@ -77,7 +77,7 @@ BUILT_IN: Final = (
     _built_in("annealing", "portfolio:AnnealingPlacer", "annealing of single ops and their order"),
     _built_in("evolution", "evolution:EvolutionPlacer", "CMA-ES on the list scheduler's weights"),
     _built_in(
-        "policy", "portfolio:PolicyPlacer", "the trained policy, and samples", takes_policy=True
+        "policy", "evolution:PolicyPlacer", "the trained policy, and samples", takes_policy=True
     ),
     _built_in("exact", "exact:ExactPlacer", "CP-SAT, for graphs of up to 80 ops", module="ortools"),
 )
