@@ -162,7 +162,7 @@ def _decode_in_order(
         if o.memory_matters:
             release(o, schedule, v, chosen)
         for s in range(o.successor_start[v], o.successor_start[v + 1]):
-            w = index(o.successors[s])
+            w = index(o.successors[index(s)])
             schedule.waiting[w] -= 1
             if schedule.waiting[w] == 0:
                 push(schedule, schedule.rank[w])
@@ -195,7 +195,7 @@ def _prefetch_times(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> N
     """Load the rows of costs and arrivals that op v needs."""
     _prefetch_row(o.cost, v)
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
-        _prefetch_row(schedule.sent, index(o.predecessors[e]))
+        _prefetch_row(schedule.sent, index(o.predecessors[index(e)]))
 
 
 @compiled_inline

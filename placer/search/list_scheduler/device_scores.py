@@ -199,7 +199,7 @@ def _add_places(
     """Add the features of where inputs, and the consumers' other inputs, are."""
     inputs_ns = 0.0
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
-        inputs_ns += o.edge_ns[e]
+        inputs_ns += o.edge_ns[index(e)]
     of_inputs, of_siblings = u[4], u[8]
     if inputs_ns <= 0.0:
         of_inputs, inputs_ns = 0.0, 1.0
@@ -291,10 +291,12 @@ def _siblings(o: SchedulingArrays, v: int, devices: Ints, sibling: Floats) -> fl
     total = 0.0
     first = o.successor_start[v]
     for s in range(first, min(o.successor_start[v + 1], first + MOST_CONSUMERS)):
-        w = index(o.successors[s])
+        w = index(o.successors[index(s)])
         begin = o.predecessor_start[w]
-        for e in range(begin, min(o.predecessor_start[w + 1], begin + MOST_SIBLINGS)):
-            home = index(devices[index(o.predecessors[e])] + 1)
-            sibling[home] += o.edge_ns[e]
-            total += o.edge_ns[e] if home > 0 else 0.0
+        for e in range(begin, min(o.predecessor_start[index(w + 1)], begin + MOST_SIBLINGS)):
+            edge = index(e)
+            home = index(devices[index(o.predecessors[edge])] + 1)
+            size_ns = o.edge_ns[edge]
+            sibling[home] += size_ns
+            total += size_ns if home > 0 else 0.0
     return total

@@ -94,12 +94,9 @@ def reset(o: SchedulingArrays, schedule: PartialSchedule) -> None:
     schedule.ready_words[:] = 0
     schedule.pinned[:] = -1
     schedule.queue_free[:] = 0.0
-    schedule.free[:] = 0.0
-    schedule.load[:] = 0.0
-    schedule.resident[:] = 0.0
-    schedule.active[:] = 0.0
-    schedule.peak[:] = 0.0
-    schedule.crowd[:] = 0.0
+    for d in range(len(schedule.free)):
+        schedule.free[d] = schedule.load[d] = schedule.crowd[d] = 0.0
+        schedule.resident[d] = schedule.active[d] = schedule.peak[d] = 0.0
 
 
 @compiled_inline
@@ -113,24 +110,25 @@ def gather_inputs(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints,
     inputs = schedule.inputs
     device_count = len(schedule.free)
     inputs[:] = 0.0
-    if not o.all_connected:
-        schedule.reach[:] = True
-    if o.memory_matters:
-        schedule.bring_bytes[:] = 0.0
+    if o.memory_matters or not o.all_connected:
+        for d in range(device_count):
+            schedule.bring_bytes[d] = 0.0
+            schedule.reach[d] = True
     latest = -1
     latest_finish = -1.0
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
-        p = index(o.predecessors[e])
+        edge = index(e)
+        p = index(o.predecessors[edge])
         home = index(devices[p])
         finish = schedule.finish[p]
         latest = home if finish > latest_finish else latest
         latest_finish = max(latest_finish, finish)
-        _add_input(o, schedule, inputs[0], inputs[1], inputs[2], e, p, home)
+        _add_input(o, schedule, inputs[0], inputs[1], inputs[2], edge, p, home)
         if not o.all_connected:
             for d in range(device_count):
                 schedule.reach[d] &= o.connected[home, d] or schedule.sent[p, d] >= 0.0
         if o.memory_matters:
-            size = o.edge_bytes[e]
+            size = o.edge_bytes[edge]
             for d in range(device_count):
                 schedule.bring_bytes[d] += 0.0 if schedule.sent[p, d] >= 0.0 else size
     return latest
@@ -199,13 +197,14 @@ def commit(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int
         schedule.pinned[o.group[v]] = d
     begin = schedule.free[d]
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
-        p = o.predecessors[e]
+        edge = index(e)
+        p = index(o.predecessors[edge])
         arrival = schedule.sent[p, d]
         if arrival < 0.0:
-            home = devices[p]
-            q = o.queue[home, d]
+            home = index(devices[p])
+            q = index(o.queue[home, d])
             arrival = max(schedule.finish[p], schedule.queue_free[q])
-            arrival += o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
+            arrival += o.latency[home, d] + o.edge_bytes[edge] * o.ns_per_byte[home, d]
             if q < o.queue_count:
                 schedule.queue_free[q] = arrival
             if o.once_per_destination:
