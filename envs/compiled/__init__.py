@@ -4,11 +4,13 @@ from envs.compiled.functions import (
     compiled,
     compiled_borrowing,
     compiled_inline,
+    compiled_rows,
     index,
     int64,
     is_cached,
     loading_stage,
     lowest_set_bit,
+    prefetch,
     reporting_compilation,
 )
 from envs.compiled.tables import by_pointer
@@ -18,10 +20,12 @@ __all__ = [
     "compiled",
     "compiled_borrowing",
     "compiled_inline",
+    "compiled_rows",
     "index",
     "int64",
     "is_cached",
     "loading_stage",
     "lowest_set_bit",
+    "prefetch",
     "reporting_compilation",
 ]

@@ -32,7 +32,7 @@ from placer.search.evaluator import Evaluator
 from placer.search.list_scheduler import beam, decoder, etf
 from placer.search.list_scheduler.decoder import HEFT
 
-LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf, beam._search)
+LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf)
 """Functions that take most of the compile time; if they are cached, so are mostly the others."""
 HELPER: Final = """
 import sys
@@ -52,6 +52,14 @@ def load_compiled_code() -> None:
         problem = toy_problem()
         _simulated(problem)
         _scheduled(problem)
+
+
+@cache
+def load_compiled_beam() -> None:
+    """Do the same for the code of beam searches, which only some problems need."""
+    problem = toy_problem()
+    start_ns = np.zeros(problem.op_count)
+    beam.Beam(Evaluator(problem).scheduling, 1).search(start_ns, urgency=0.0, eager=True)
 
 
 def is_compiled() -> bool:
@@ -123,8 +131,6 @@ def _scheduled(problem: Problem) -> None:
     evaluator = Evaluator(problem)
     devices, _ = decoder.decode(evaluator.scheduling, HEFT)
     etf.etf(evaluator.scheduling)
-    start_ns = np.zeros(problem.op_count)
-    beam.Beam(evaluator.scheduling, 1).search(start_ns, urgency=0.0, eager=True)
     max_load_ns(problem, devices)
     lower_bound_ns(problem)
 

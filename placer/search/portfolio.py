@@ -31,7 +31,7 @@ from placer.search.annealing.step_time import (
     worthwhile_starts,
 )
 from placer.search.candidate import Candidate, Kind, distinct, ranked
-from placer.search.compilation import load_compiled_code
+from placer.search.compilation import load_compiled_beam, load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.evolution import POPULATION, SIGMA, Evolution, Proposer
 from placer.search.grouping import EVALUATIONS, has_levels, level_above
@@ -41,6 +41,7 @@ from placer.search.list_scheduler.beams import (
     BEAM_SHARE,
     affordable_width,
     beam_candidates,
+    beams_suit,
 )
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
@@ -94,6 +95,8 @@ class Portfolio:
             return minimize_max_load(request)
         request.report(0.0, "loading compiled code, which takes long the first time")
         load_compiled_code()
+        if beams_suit(request.problem):
+            load_compiled_beam()
         with Workers(request.workers) as workers:
             search = _Search(request, workers, bounded=_pays(request))
             search.begin()

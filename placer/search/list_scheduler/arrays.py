@@ -35,6 +35,7 @@ class SchedulingArrays(NamedTuple):
     predecessors: Ints
     edge_bytes: Floats  # (E,) by target, as predecessors
     edge_ns: Floats  # (E,) by target
+    heaviest_input: Ints  # (N,) first op with the largest edge_ns, or -1
     group: Ints  # (N,)
     latency: Floats  # (D, D) ns
     ns_per_byte: Floats  # (D, D)
@@ -82,6 +83,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     successors = np.array(graph.successors, np.int32)
     predecessor_start = np.array(graph.predecessor_start, np.int32)
     predecessors = np.array(graph.predecessors, np.int32)
+    fan_in = np.diff(predecessor_start)
     off_device = 1.0 - 1.0 / problem.device_count
     head, tail = levels(graph, edge_ns * off_device, mean_cost)
     critical_path = max(float((head + tail).max()), 1.0)
@@ -92,7 +94,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         soft_log(send_ns / scale),
         head / critical_path,
         1.0 - (head / critical_path + tail / critical_path),
-        soft_log(np.diff(predecessor_start).astype(np.float64)) / 2.0,
+        soft_log(fan_in.astype(np.float64)) / 2.0,
         soft_log(np.diff(start).astype(np.float64)) / 2.0,
         soft_log(send_ns / scale / (cheapest / scale + 1e-3)) / 2.0,
     )
@@ -114,6 +116,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         predecessors=predecessors,
         edge_bytes=edge_bytes,
         edge_ns=edge_ns,
+        heaviest_input=_heaviest_inputs(predecessors, fan_in, edge_ns),
         group=group,
         latency=latency,
         ns_per_byte=ns_per_byte,
@@ -138,6 +141,15 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         scale=scale,
         critical_path=critical_path,
     )
+
+
+def _heaviest_inputs(predecessors: Ints, fan_in: Ints, edge_ns: Floats) -> Ints:
+    """Return for each op the first input with the longest transfer (N,), -1 without inputs."""
+    consumers = np.repeat(np.arange(len(fan_in)), fan_in)
+    heaviest_first = predecessors[np.lexsort((-edge_ns, consumers))]
+    heaviest = np.full(len(fan_in), -1, np.int32)
+    heaviest[fan_in > 0] = heaviest_first[(np.cumsum(fan_in) - fan_in)[fan_in > 0]]
+    return heaviest
 
 
 def soft_log(x: Floats) -> Floats:

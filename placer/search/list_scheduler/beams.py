@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
@@ -36,16 +37,23 @@ LEAST_URGENCY: Final = 0.01
 MOST_URGENCY: Final = 0.05
 
 
+def beams_suit(problem: Problem) -> bool:
+    """Return whether beams may be worth their time, which they never were on equal devices.
+
+    They see neither hosts nor missing links.
+    """
+    least_ns = np.where(problem.allowed, problem.cost_ns, INFEASIBLE_NS).min(axis=1, keepdims=True)
+    is_unequal = bool((problem.allowed & (problem.cost_ns > least_ns)).any())
+    return is_unequal and problem.hosts is None and bool(problem.connected.all())
+
+
 def affordable_width(evaluator: Evaluator, evaluations: int) -> int:
     """Return how many schedules a search should keep if ``evaluations`` are the whole budget.
 
-    0 if beams are not worth their time, which they never were on equal devices, or do not know the
-    machine: they see neither memory nor hosts nor missing links.
+    0 where beams do not suit, or where memory is scarce, which they do not see either.
     """
     arrays = evaluator.scheduling
-    if evaluator.sight.equal_devices or evaluator.problem.hosts is not None:
-        return 0
-    if arrays.memory_matters or not arrays.all_connected:
+    if arrays.memory_matters or not beams_suit(evaluator.problem):
         return 0
     return min(
         int(evaluations * TRIAL_SHARE) // (TRIALS * BEAM_EVALUATIONS),

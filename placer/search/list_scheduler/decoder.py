@@ -26,39 +26,28 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline
+from envs.compiled import compiled_borrowing, compiled_inline, index, prefetch
 from envs.problem import Floats, Ints, Longs
 from placer.search.list_scheduler.arrays import OP_FEATURE_COUNT, SchedulingArrays
+from placer.search.list_scheduler.device_scores import arrange_logs, best_device
 from placer.search.list_scheduler.partial_schedule import (
-    LOG_COUNT,
     PartialSchedule,
     commit,
     empty_schedule,
-    find_heaviest,
-    gather_inputs,
     pop,
     push,
-    rank_devices,
     release,
     reset,
 )
-from placer.search.list_scheduler.sight import (
-    BLIND,
-    DEVICE_SIGHT_COUNT,
-    SIGHT_COUNT,
-    Sight,
-    add_sight,
-    order_scores,
-)
+from placer.search.list_scheduler.sight import BLIND, SIGHT_COUNT, Sight, order_scores
+from placer.search.list_scheduler.sorting import SortSpace, descending_keys, sort_ops, sort_space
 
 DEVICE_FEATURE_COUNT: Final = 14
 WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
-MOST_CONSUMERS: Final = 6
-MOST_SIBLINGS: Final = 8
-FARTHEST_FINISH: Final = 10.0
-ONE: Final = np.float32(1.0)
-LOGARITHMIC: Final = (0, 2, 3, 5, 6, 7, 9, 10, 13)
-"""Device features with a soft logarithm; that of the sight comes last."""
+AHEAD: Final = 128
+"""Number of ops in the order that later ops are loaded ahead."""
+LINE_FLOATS: Final = 8
+"""Numbers in a line of the cache."""
 
 
 def _heft() -> Floats:
@@ -101,19 +90,20 @@ def decode_batch(
         rows = np.concatenate([rows, np.zeros((len(rows), SIGHT_COUNT))], axis=1)
     else:
         scores += order_scores(sight, rows[:, WEIGHT_COUNT:])
-    orders = np.argsort(-scores, axis=1, kind="stable")
-    devices = np.full(orders.shape, -1, np.int32)
-    priority = np.zeros(orders.shape)
+    devices = np.full(scores.shape, -1, np.int32)
+    priority = np.zeros(scores.shape)
     schedule = schedule or empty_schedule(problem)
-    _decode(problem, schedule, sight, orders, rows, devices, priority)
+    space = sort_space(scores.shape[1])
+    _decode(problem, schedule, sight, space, descending_keys(scores), rows, devices, priority)
     return devices, priority
 
 
 def _order_scores(problem: SchedulingArrays, rows: Floats) -> Floats:
     """Return order scores (B, N), summed feature by feature: the same on every machine."""
     scores = np.repeat(problem.order_base[None], len(rows), axis=0)
+    features = np.ascontiguousarray(problem.op_features.T)
     for k in range(OP_FEATURE_COUNT):
-        scores += rows[:, k, None] * problem.op_features[:, k]
+        scores += rows[:, k, None] * features[k]
     return scores
 
 
@@ -122,14 +112,16 @@ def _decode(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     sight: Sight,
-    orders: Longs,
+    space: SortSpace,
+    keys: Longs,
     weights: Floats,
     devices: Ints,
     priority: Floats,
 ) -> None:
-    """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
-    for row in range(len(orders)):
-        _decode_in_order(o, schedule, sight, orders[row], weights[row], devices[row], priority[row])
+    """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``keys`` (B, N) sort ops."""
+    for row in range(len(keys)):
+        sort_ops(space, keys[row], schedule.order)
+        _decode_in_order(o, schedule, sight, weights[row], devices[row], priority[row])
 
 
 @compiled_inline
@@ -137,164 +129,77 @@ def _decode_in_order(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     sight: Sight,
-    order: Longs,
     weights: Floats,
     devices: Ints,
     priority: Floats,
 ) -> None:
     u, sighted = weights[OP_FEATURE_COUNT:WEIGHT_COUNT], weights[WEIGHT_COUNT:]
-    uses_sight, uses_logs = False, sighted[1] != 0.0
-    for k in range(DEVICE_SIGHT_COUNT):
-        uses_sight |= sighted[k] != 0.0
-    for f in LOGARITHMIC:
-        uses_logs |= u[f] != 0.0
-    count = len(devices)
+    count, order = len(devices), schedule.order
+    log_count = arrange_logs(schedule, u, sighted[1])
+    reset(o, schedule)
     for k in range(count):
-        schedule.rank[order[k]] = k
-    size = reset(o, schedule)
+        v = index(order[k])
+        schedule.rank[v] = k
+        if schedule.waiting[v] == 0:
+            push(schedule, k)
     for position in range(count):
-        v = order[pop(schedule.heap, size)]
-        size -= 1
+        _prefetch_later(o, schedule, priority, position)
+        v = index(order[index(pop(schedule))])
+        _prefetch_times(o, schedule, v)
+        heaviest_home = -1
+        if o.heaviest_input[v] >= 0:
+            heaviest_home = devices[index(o.heaviest_input[v])]
         chosen = schedule.pinned[o.group[v]] if o.group[v] >= 0 else -1
         if chosen < 0:  # no op of its group has decided
-            latest = gather_inputs(o, schedule, devices, v)
-            best_tier = rank_devices(o, schedule, v)
-            _begin(o, schedule, u[1], v, best_tier, uses_logs)
-            _add_shares(o, schedule, devices, u, v, latest)
-            if uses_sight:
-                add_sight(o, schedule, sight, sighted, v, best_tier)
-            if uses_logs:
-                _add_logs(schedule, u, sighted[1])
-            chosen = _choose(schedule, best_tier)
+            chosen = best_device(
+                o, schedule, sight, devices, u, sighted, log_count, v, heaviest_home
+            )
         devices[v] = chosen
         priority[v] = count - position
-        if schedule.heaviest_home[v] >= 0:
-            schedule.crowd[schedule.heaviest_home[v]] -= 1.0
+        if heaviest_home >= 0:
+            schedule.crowd[heaviest_home] -= 1.0
         commit(o, schedule, devices, v, chosen)
-        release(o, schedule, v, chosen)
+        if o.memory_matters:
+            release(o, schedule, v, chosen)
         for s in range(o.successor_start[v], o.successor_start[v + 1]):
-            w = o.successors[s]
+            w = index(o.successors[index(s)])
             schedule.waiting[w] -= 1
             if schedule.waiting[w] == 0:
-                size = push(schedule.heap, size, schedule.rank[w])
-                find_heaviest(o, schedule, devices, w)
+                push(schedule, schedule.rank[w])
+                schedule.crowd[devices[index(o.heaviest_input[w])]] += 1.0
 
 
 @compiled_inline
-def _begin(
-    o: SchedulingArrays,
-    schedule: PartialSchedule,
-    weight: float,
-    v: int,
-    best_tier: int,
-    uses_logs: bool,
+def _prefetch_later(
+    o: SchedulingArrays, schedule: PartialSchedule, priority: Floats, position: int
 ) -> None:
-    """Start the values of op v's devices with feature 1, and fill the features for logarithms."""
-    free, data, load, begin = schedule.free, schedule.data, schedule.load, schedule.begin
-    device_count = len(free)
-    least_start = np.inf
-    least_finish = np.inf
-    least_free = np.inf
-    least_load = np.inf
-    for d in range(device_count):
-        begin[d] = max(free[d], data[d])
-        if schedule.tier[d] == best_tier:
-            least_start = min(least_start, begin[d])
-            least_finish = min(least_finish, begin[d] + o.cost[v, d])
-            least_free = min(least_free, free[d])
-            least_load = min(least_load, load[d])
-    unit = 1.0 / o.scale
-    for d in range(device_count):
-        regret = (begin[d] + o.cost[v, d] - least_finish) * unit
-        schedule.value[d] = weight * min(regret, FARTHEST_FINISH)
-        if uses_logs:
-            at = d * LOG_COUNT
-            logs = schedule.logs
-            logs[at] = regret
-            logs[at + 1] = (begin[d] - least_start) * unit
-            logs[at + 2] = (free[d] - least_free) * unit
-            logs[at + 3] = schedule.bring[d] * unit
-            logs[at + 4] = max(data[d] - free[d], 0.0) * unit
-            logs[at + 5] = max(free[d] - data[d], 0.0) * unit
-            logs[at + 6] = (load[d] - least_load) * unit
-            logs[at + 7] = max(schedule.queue_free[o.out_queue[d]] - begin[d], 0.0) * unit
-            logs[at + 8] = schedule.crowd[d]
-            logs[at + 9] = 0.0
+    """Load what belongs to ops further on in the order: about then they are placed."""
+    order = schedule.order
+    if position + 2 * AHEAD < len(order):
+        v = index(order[position + 2 * AHEAD])
+        prefetch(o.predecessor_start, v)
+        prefetch(o.successor_start, v)
+        _prefetch_row(o.cost, v)
+        _prefetch_row(schedule.sent, v)
+        prefetch(priority, v)
+        v = index(order[position + AHEAD])
+        e = o.predecessor_start[v]
+        prefetch(o.predecessors, e)
+        prefetch(o.edge_bytes, e)
+        prefetch(o.edge_ns, e)
+        prefetch(o.successors, o.successor_start[v])
 
 
 @compiled_inline
-def _add_shares(
-    o: SchedulingArrays,
-    schedule: PartialSchedule,
-    devices: Ints,
-    u: Floats,
-    v: int,
-    latest: int,
-) -> None:
-    """Add the features of where inputs, and the consumers' other inputs, are."""
-    value, device_count = schedule.value, len(schedule.free)
-    if u[4] != 0.0:
-        total = 0.0
-        for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
-            total += o.edge_ns[e]
-        if total > 0.0:
-            for d in range(device_count):
-                value[d] += u[4] * schedule.have[d] / total
-    if u[8] != 0.0:
-        total = _siblings(o, v, devices, schedule.sibling)
-        if total > 0.0:
-            for d in range(device_count):
-                value[d] += u[8] * schedule.sibling[d] / total
-    if schedule.heaviest_home[v] >= 0:
-        value[schedule.heaviest_home[v]] += u[11]
-    if latest >= 0:
-        value[latest] += u[12]
+def _prefetch_times(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> None:
+    """Load the rows of costs and arrivals that op v needs."""
+    _prefetch_row(o.cost, v)
+    for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+        _prefetch_row(schedule.sent, index(o.predecessors[index(e)]))
 
 
 @compiled_inline
-def _add_logs(schedule: PartialSchedule, u: Floats, of_sight: float) -> None:
-    """Add the features with a soft logarithm to the values of the devices."""
-    logs, value = schedule.logs, schedule.value
-    for k in range(len(logs)):  # several at once, as a vector
-        root = np.sqrt(np.sqrt(ONE + logs[k]))
-        logs[k] = root - ONE / root
-    for d in range(len(value)):
-        at = d * LOG_COUNT
-        total = of_sight * logs[at + LOG_COUNT - 1]
-        for k, f in enumerate(LOGARITHMIC):
-            total += u[f] * logs[at + k]
-        value[d] += 2.0 * total
-
-
-@compiled_inline
-def _choose(schedule: PartialSchedule, best_tier: int) -> int:
-    chosen = -1
-    best = -np.inf
-    for d in range(len(schedule.free)):
-        value = schedule.value[d]
-        if schedule.tier[d] != best_tier:
-            continue
-        if chosen < 0 or value > best:  # choose a device even if all values are NaN or -inf
-            best = value
-            chosen = d
-    return chosen
-
-
-@compiled_inline
-def _siblings(o: SchedulingArrays, v: int, devices: Ints, sibling: Floats) -> float:
-    """Fill ``sibling`` with transfer times of the consumers' other placed inputs; return the sum.
-
-    Only the first :data:`MOST_SIBLINGS` inputs of the first :data:`MOST_CONSUMERS` consumers count.
-    """
-    sibling[:] = 0.0
-    total = 0.0
-    first = o.successor_start[v]
-    for s in range(first, min(o.successor_start[v + 1], first + MOST_CONSUMERS)):
-        w = o.successors[s]
-        begin = o.predecessor_start[w]
-        for e in range(begin, min(o.predecessor_start[w + 1], begin + MOST_SIBLINGS)):
-            p = o.predecessors[e]
-            if p != v and devices[p] >= 0:
-                sibling[devices[p]] += o.edge_ns[e]
-                total += o.edge_ns[e]
-    return total
+def _prefetch_row(rows: Floats, v: int) -> None:
+    width = rows.shape[1]
+    for d in range(0, width, LINE_FLOATS):
+        prefetch(rows, v * width + d)

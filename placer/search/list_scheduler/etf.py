@@ -79,12 +79,12 @@ def _etf(
 ) -> None:
     """Fill ``devices`` (N,), initially -1, and ``priority`` (N,); ``order`` is by upward rank.
 
-    The heap of the schedule holds the ranks of the ready ops beyond the window.
+    The bitmap of the schedule holds the ranks of the ready ops beyond the window.
     """
     count, device_count = o.cost.shape
     waiting, finish, free = schedule.waiting, schedule.finish, schedule.free
     pinned, queue_free, sent = schedule.pinned, schedule.queue_free, schedule.sent
-    rank, later, used = schedule.rank, schedule.heap, schedule.resident
+    rank, used = schedule.rank, schedule.resident
     first, data, reach = ready.first, ready.data, ready.reach
     reset(o, schedule)
     size, beyond = 0, 0
@@ -94,7 +94,8 @@ def _etf(
                 first[size] = r
                 size += 1
             else:
-                beyond = push(later, beyond, r)
+                push(schedule, r)
+                beyond += 1
 
     for position in range(count):
         best = np.inf
@@ -119,7 +120,7 @@ def _etf(
         for k in range(at, size):
             first[k] = first[k + 1]
         if beyond > 0:
-            first[size] = pop(later, beyond)
+            first[size] = pop(schedule)
             size += 1
             beyond -= 1
 
@@ -140,6 +141,7 @@ def _etf(
                     sent[p, device] = arrival
             begin = max(begin, arrival)
         finish[v] = begin + o.cost[v, device]
+        sent[v, :] = -1.0
         sent[v, device] = finish[v]
         free[device] = finish[v]
 
@@ -150,10 +152,12 @@ def _etf(
                 continue
             r = int64(rank[w])
             if size == WINDOW and r < first[WINDOW - 1]:
-                beyond = push(later, beyond, first[WINDOW - 1])
+                push(schedule, first[WINDOW - 1])
+                beyond += 1
                 size -= 1
             if size == WINDOW:
-                beyond = push(later, beyond, r)
+                push(schedule, r)
+                beyond += 1
             else:
                 hole = size
                 while hole > 0 and first[hole - 1] > r:

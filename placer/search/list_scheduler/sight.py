@@ -23,10 +23,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
+from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, index
 from envs.problem import Bools, Floats, Ints, Problem
 from placer.search.list_scheduler.arrays import BASE_ORDER_SCORE, SchedulingArrays, soft_log
-from placer.search.list_scheduler.partial_schedule import LOG_COUNT, PartialSchedule
+from placer.search.list_scheduler.partial_schedule import PartialSchedule
 
 SIGHT_COUNT: Final = 8
 DEVICE_SIGHT_COUNT: Final = 6
@@ -157,6 +157,7 @@ def add_sight(
     That with a soft logarithm is only put among the others.
     """
     value, through, near = schedule.value, sight.through, sight.near
+    log_row = index(schedule.log_row[0])
     device_count = len(value)
     if weights[3] != 0.0:
         for d in range(device_count):
@@ -191,7 +192,7 @@ def add_sight(
     scale = o.scale
     for d in range(device_count):
         regret = (through[d] - least) / scale
-        schedule.logs[(d + 1) * LOG_COUNT - 1] = regret
+        schedule.logs[log_row, d] = regret
         value[d] += weights[2] * min(regret, FARTHEST)
     if total > 0.0:
         for d in range(device_count):

@@ -17,6 +17,7 @@ from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.arrays import scheduling_arrays
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
+from tests.helpers.decoder_twin import decoded_twin
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 from tests.helpers.simulator_cases import fork, one_kind
 
@@ -92,6 +93,35 @@ def test_heft_weights_decode_to_what_plain_heft_finds(seed: int, sharing: Sharin
     decoded, priority = decode(scheduling_arrays(problem), HEFT)
     assert decoded.tolist() == devices
     assert np.argsort(-priority).tolist() == order
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 7, 8, 9, 16, 17])
+def test_decodes_are_those_of_the_slow_twin_with_every_feature(
+    devices: int, sharing: Sharing
+) -> None:
+    problem = random_problem(devices, devices=devices, unequal=True, pins=True, sharing=sharing)
+    arrays, rng = scheduling_arrays(problem), np.random.default_rng(devices)
+    rows = rng.normal(size=(6, WEIGHT_COUNT))
+    rows[3:] *= rng.random((3, WEIGHT_COUNT)) < 0.4  # most have no weight
+    decoded, priority = decode_batch(arrays, rows)
+    for k, row in enumerate(rows):
+        expected, order = decoded_twin(arrays, row)
+        assert decoded[k].tolist() == expected
+        assert np.argsort(-priority[k]).tolist() == order
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-300, 1.0, 1e300])
+def test_ops_are_sorted_as_by_a_stable_sort(spread: float) -> None:
+    problem = scheduling_arrays(random_problem(0, ops=300))
+    scores = np.random.default_rng(0).integers(-9, 9, 300) * spread
+    alike = problem._replace(
+        order_base=np.where(scores == 0.0, -0.0, scores),
+        predecessor_start=np.zeros(301, np.int32),
+        successor_start=np.zeros(301, np.int32),
+    )
+    _, priority = decode(alike, np.zeros(WEIGHT_COUNT))
+    assert np.argsort(-priority).tolist() == np.argsort(-scores, kind="stable").tolist()
 
 
 weights = st.lists(st.floats(-3, 3), min_size=WEIGHT_COUNT, max_size=WEIGHT_COUNT)
