@@ -23,6 +23,7 @@ from graphs.precision import FULL, check_dtype
 WRAPPED: Final = "model"
 LOSS: Final = "<loss>"
 """Stands for the loss function in names of state; no module of a model can have this name."""
+NO_TARGET: Final = "a loss function takes the last of the inputs as target, but none is positional"
 
 
 class ExtractionError(ValueError):
@@ -65,17 +66,13 @@ class Workload:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         if self.loss is not None and self.training and not self.inputs:
-            raise StepError(
-                "a loss function takes the last of the inputs as target, but none is positional"
-            )
+            raise StepError(NO_TARGET)
         if self.optimizer is not None and not self.training:
             raise ExtractionError(
                 f"inference has no gradients for {self.optimizer.kind} to use: leave the optimizer "
                 "out, or place training"
             )
-        for inputs in (self.step_inputs, dict(self.keywords)):
-            if refusal := flatten_objects(inputs, "input ") or array_refusal(inputs, "input "):
-                raise StepError(refusal)
+        check_inputs(self.step_inputs, self.keywords)
 
     @classmethod
     def of(
@@ -257,6 +254,16 @@ def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
     return parameters | buffers
 
 
+def check_inputs(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Raise StepError for arrays of numpy and for tensors that torch cannot find.
+
+    Classes of objects that hold tensors are registered as pytrees.
+    """
+    for each in (inputs, dict(keywords)):
+        if refusal := flatten_objects(each, "input ") or array_refusal(each, "input "):
+            raise StepError(refusal)
+
+
 def training_loss(
     model: nn.Module,
     loss: Callable[[Any, Any], torch.Tensor] | None,
@@ -265,8 +272,10 @@ def training_loss(
 ) -> torch.Tensor:
     """Run the forward pass of a training step on its inputs, the last one a loss function's target.
 
-    Return the loss, or raise StepError if it is not scalar.
+    Return the loss, or raise StepError if it is not scalar or the target is missing.
     """
+    if loss is not None and not inputs:
+        raise StepError(NO_TARGET)
     if loss is None:
         return scalar_loss(model(*inputs, **keywords), is_of_model=True)
     output = model(*inputs[:-1], **keywords)

@@ -58,9 +58,9 @@ BY_WORKERS: Final = {
 }
 ANSWERED: Final = {
     "LSTM": f"{__file__}:lstm",
-    "LSTM, two milliseconds": f"{__file__}:small_lstm",
+    "small LSTM": f"{__file__}:small_lstm",
     "GRU": f"{__file__}:gru",
-    "GRU, two milliseconds": f"{__file__}:small_gru",
+    "small GRU": f"{__file__}:small_gru",
 }
 IN_LOOP: Final = {
     "two towers": f"{MODELS}/two_towers.py:build",
@@ -91,7 +91,7 @@ def parts(effort: Effort) -> dict[str, Part]:
         )
     for name, target in ANSWERED.items():
         found[f"answer, {name}"] = partial(
-            on_one_core, f"{name}, the answer", target, MEASURING, pairs
+            on_one_core, f"{name}, the answer", target, MEASURING, 5 * pairs
         )
     for name, target in IN_LOOP.items():
         found[f"step, {name}"] = partial(in_loop, name, target, pairs)

@@ -56,26 +56,26 @@ def _openmp_pause() -> Callable[[int], int] | None:
 class OnCores:
     """Lets a thread run on these cores in this context, and torch with a thread on each.
 
-    Threads of torch that were started before stay where they may run. A class rather than a
-    generator, since it is entered in each step, and those of small models take a millisecond.
+    Threads of torch that were started before stay where they may run. Each use needs an
+    object of its own. A class rather than a generator, since it is entered in each step, and those
+    of small models take a millisecond.
     """
 
     def __init__(self, cores: Collection[int]) -> None:
         self._cores = set(cores)
 
     def __enter__(self) -> None:
-        self._allowed = os.sched_getaffinity(0)
+        self._allowed, self._threads = os.sched_getaffinity(0), torch.get_num_threads()
         if self._allowed != self._cores:
             os.sched_setaffinity(0, self._cores)
-        self._threads = torch.get_num_threads()
         if self._threads != len(self._cores):
             torch.set_num_threads(len(self._cores))
 
     def __exit__(self, *_: object) -> None:
-        if self._allowed != self._cores:
-            os.sched_setaffinity(0, self._allowed)
         if self._threads != torch.get_num_threads():
             torch.set_num_threads(self._threads)
+        if self._allowed != self._cores:
+            os.sched_setaffinity(0, self._allowed)
 
 
 @contextmanager

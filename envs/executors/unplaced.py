@@ -19,7 +19,7 @@ from graphs.extract import Extraction, Workload
 from graphs.extract.autocast import autocast
 from graphs.optimizer import STATE, Optimizer
 from graphs.precision import FULL
-from graphs.workload import training_loss
+from graphs.workload import check_inputs, training_loss
 
 
 class UnplacedModel(nn.Module):
@@ -113,6 +113,8 @@ class UnplacedModel(nn.Module):
 
     def _forward(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Run the forward pass on bound inputs. Little else, since steps may take a millisecond."""
+        if named or not all(isinstance(each, torch.Tensor) for each in positional):
+            check_inputs(positional, named)
         if self._device != CPU:
             positional, named = sent((positional, named), self._device)
             if self._homes.were_elsewhere():

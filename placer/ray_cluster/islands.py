@@ -20,9 +20,10 @@ from envs.simulator.max_load import max_load_ns
 from placer.ray_cluster.address import ClusterError
 from placer.ray_cluster.connection import START_S
 from placer.search.candidate import Candidate, Kind, distinct
-from placer.search.compilation import load_compiled_code
+from placer.search.compilation import load_compiled_beam, load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
+from placer.search.list_scheduler.beams import beams_suit
 from placer.search.request import MAX_LOAD, Budget, Meter, Placer, SearchRequest
 
 ISLANDS: Final = 8
@@ -251,6 +252,8 @@ def islands_of(evaluations: int) -> int:
 def prepared(value: tuple[Placer, SearchRequest]) -> tuple[Placer, SearchRequest]:
     """Return the placer and the request, in a process that has loaded compiled code."""
     load_compiled_code()
+    if beams_suit(value[1].problem):
+        load_compiled_beam()
     return value
 
 

@@ -32,7 +32,7 @@ from placer.search.list_scheduler.sight import REPEATING
 GROUPED_OPS: Final = 20_000
 HEAVIEST: Final = 5.0
 """Most work of a group of several ops, in average ops: groups then have about four."""
-EXPANDED: Final = (Kind.HEFT, Kind.POLICY, Kind.EVOLUTION, Kind.ANNEALING)
+EXPANDED: Final = (Kind.HEFT, Kind.POLICY, Kind.EVOLUTION, Kind.BEAM, Kind.ANNEALING)
 """Kinds of candidates for groups of which the best one is expanded."""
 EVALUATIONS: Final = 4
 """Evaluations that an expansion takes."""

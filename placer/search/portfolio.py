@@ -1,4 +1,4 @@
-"""Default search: heuristics, then the policy, evolution, beams and annealing; annealing alone.
+"""Default search: heuristics, policy, evolution, beam searches, annealing; and annealing alone.
 
 Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes, the
 second half of them in sight of the best so far, see :mod:`placer.search.list_scheduler.sight`.
@@ -280,11 +280,10 @@ class _Search:
         if width == 0 or self.meter.over(end):
             return
         plans = ranked(self.new + self.known)[0], *(c for c in self.known if c.kind is Kind.HEFT)
-        for candidate in beam_candidates(self.evaluator, plans, width, self.seeds[1]):
+        is_over = partial(self.meter.over, end)
+        for candidate in beam_candidates(self.evaluator, plans, width, self.seeds[1], is_over):
             self.meter.spend(BEAM_EVALUATIONS * width)
             self._keep(candidate)
-            if self.meter.over(end):
-                break
 
     def anneal(self) -> None:
         """Anneal from the best placement; with much time also from other good ones."""

@@ -65,7 +65,7 @@ BUILT_IN: Final = (
     _built_in(
         "portfolio",
         "portfolio:Portfolio",
-        "heuristics, policy, evolution and annealing in turn: the default",
+        "heuristics, policy, evolution, beam searches and annealing in turn: the default",
         takes_policy=True,
     ),
     _built_in("single-device", "heuristics:SingleDevice", "all on one device, the best of them"),

@@ -15,7 +15,7 @@ from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
 from graphs.extract.module_calls import and_outer, module_paths
 from graphs.text import suggestion
-from graphs.workload import training_loss
+from graphs.workload import check_inputs, training_loss
 
 
 class HookedModule(nn.Module):
@@ -123,6 +123,7 @@ class HookedModule(nn.Module):
             renew_recurrent(self._paths)
         training = self._step.training and self.training
         positional, named = self._step.bound(inputs, keywords, training=training)
+        check_inputs(positional, named)
         step = self._step
         with autocast(step.dtype, self._types), self._hooks.outside_modules():
             if training:

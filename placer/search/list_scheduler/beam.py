@@ -17,6 +17,7 @@ is worth little. Links never queue here, and memory does not count.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ MOST_READY: Final = 64
 DEVICES_AHEAD: Final = 3
 """Devices that a step considers besides those which are free at the front, the first to be free."""
 OUT_OF_ORDER: Final = 1000.0
+PLACED_AT_ONCE: Final = 4096
+"""Ops placed in all schedules between two looks at the budget."""
 
 Keys = NDArray[np.uint64]
 
@@ -74,6 +77,7 @@ class Beam:
         self._least = np.where(arrays.allowed, arrays.cost * self._price, np.inf).min(axis=1)
         random = np.random.default_rng(0)
         self._keys = random.integers(0, 1 << 63, (count, devices), np.int64).astype(np.uint64)
+        self._alive = 1
         self._states = _States(
             devices=np.empty((width, count), np.int32),
             finish=np.zeros((width, count)),
@@ -103,27 +107,43 @@ class Beam:
         ``urgency`` is relative to an average price. If ``eager``, the front is where the latest op
         starts; else it is where its device became free, so ops may be awaited at no cost.
         """
+        for _ in self.steps(start_ns, urgency=urgency, eager=eager):
+            pass
+        return self.found()
+
+    def steps(self, start_ns: Floats, *, urgency: float, eager: bool) -> Iterator[int]:
+        """Search as :meth:`search` does, and yield the number of ops placed, a few at a time."""
         count, devices = self._arrays.cost.shape
         rank = np.empty(count, np.int64)
         rank[np.argsort(start_ns, kind="stable")] = np.arange(count)
         spending = start_ns * (urgency / devices) - self._least
-        found, begin = np.empty(count, np.int32), np.empty(count)
-        _search(
-            self._arrays,
-            self._states,
-            self._price,
-            spending,
-            self._keys,
-            rank,
-            bool(eager),
-            found,
-            begin,
-        )
-        return found, -begin
+        each = max(PLACED_AT_ONCE // len(self._states.live), 1)
+        for first in range(0, count, each):
+            self._alive = _advance(
+                self._arrays,
+                self._states,
+                self._price,
+                spending,
+                self._keys,
+                rank,
+                bool(eager),
+                self._alive,
+                first,
+                min(first + each, count),
+            )
+            yield min(first + each, count)
+
+    def found(self) -> tuple[Ints, Floats]:
+        """Return devices (N,) and priorities (N,) of the shortest schedule of a whole search."""
+        live = self._states.live[: self._alive]
+        best = live[self._states.free[live].max(axis=1).argmin()]
+        devices = self._states.devices[best].copy()
+        cost = np.take_along_axis(self._arrays.cost, devices[:, None], axis=1)[:, 0]
+        return devices, cost - self._states.finish[best]
 
 
 @compiled_borrowing
-def _search(
+def _advance(
     o: SchedulingArrays,
     s: _States,
     price: Floats,
@@ -131,15 +151,16 @@ def _search(
     keys: Keys,
     rank: Longs,
     eager: bool,
-    devices: Ints,
-    begin: Floats,
-) -> None:
-    """Fill ``devices`` (N,) and ``begin`` (N,), the starts of the shortest schedule."""
+    alive: int,
+    first: int,
+    last: int,
+) -> int:
+    """Grow ``alive`` schedules from ``first`` to ``last`` ops; return how many there are then."""
     width = len(s.live)
-    count = len(devices)
-    _reset(o, s, rank)
-    alive = 1
-    for _ in range(count):
+    if first == 0:
+        _reset(o, s, rank)
+        alive = 1
+    for _ in range(first, last):
         choices = int64(0)
         for ahead in (DEVICES_AHEAD, len(price)):
             if choices == 0:  # in the second round: ready ops may only go to other devices
@@ -161,16 +182,7 @@ def _search(
         for k in range(choices):
             _place(o, s, s.live[k], k, rank, eager)
         alive = choices
-    best, least = s.live[0], np.inf
-    for k in range(alive):
-        end = 0.0
-        for d in range(len(price)):
-            end = max(end, s.free[s.live[k], d])
-        if end < least:
-            best, least = s.live[k], end
-    for v in range(count):
-        devices[v] = s.devices[best, v]
-        begin[v] = s.finish[best, v] - o.cost[v, devices[v]]
+    return int64(alive)
 
 
 @compiled_inline

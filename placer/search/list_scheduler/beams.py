@@ -7,7 +7,7 @@ idle. Where transfers decide they find nothing, so they are tried briefly first;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -63,12 +63,16 @@ def affordable_width(evaluator: Evaluator, evaluations: int) -> int:
 
 
 def beam_candidates(
-    evaluator: Evaluator, plans: Sequence[Candidate], width: int, seed: int
+    evaluator: Evaluator,
+    plans: Sequence[Candidate],
+    width: int,
+    seed: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[Candidate]:
     """Yield the results of beam searches near the orders of ``plans``, the best one first.
 
     A better placement than all before takes the place of the first plan. Searches end early where
-    the first few found none.
+    the first few found none, or once ``is_over``, which is asked also during a search.
     """
     count = evaluator.problem.op_count
     starts, least = [], INFEASIBLE_NS
@@ -86,9 +90,13 @@ def beam_candidates(
             return
         if number == FIRST_TRIALS and nearest > HOPELESS * least:
             return
-        urgency = LEAST_URGENCY * (MOST_URGENCY / LEAST_URGENCY) ** random.random()
+        factor = (MOST_URGENCY / LEAST_URGENCY) ** random.random()
+        urgency = round(LEAST_URGENCY * factor, 9)  # powers differ in the last bit by machine
         plan_ns = starts[number // 2 % len(starts)]
-        devices, priority = beam.search(plan_ns, urgency=urgency, eager=number % 2 == 1)
+        for _ in beam.steps(plan_ns, urgency=urgency, eager=number % 2 == 1):
+            if is_over():
+                return
+        devices, priority = beam.found()
         candidate = evaluator.candidate(Kind.BEAM, devices, priority)
         nearest = min(nearest, candidate.step_ns)
         if candidate.step_ns < least:

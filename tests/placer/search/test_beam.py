@@ -129,6 +129,25 @@ def test_searches_get_nearer_to_planted_optima_than_heuristics() -> None:
     assert {each.kind for each in found} == {Kind.BEAM}
 
 
+def test_a_search_that_is_over_ends_at_once() -> None:
+    [(item, _)] = planted_unequal(1)
+    known = ranked(heuristics(item.evaluator))
+    assert not list(beam_candidates(item.evaluator, known[:1], 4, seed=0, is_over=lambda: True))
+
+
+def test_a_search_in_small_steps_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(2, ops=40, unequal=True)
+    arrays, start_ns = Evaluator(problem).scheduling, np.arange(40.0)
+    whole, expected = Beam(arrays, 3).search(start_ns, urgency=0.02, eager=True)
+    monkeypatch.setattr("placer.search.list_scheduler.beam.PLACED_AT_ONCE", 21)
+    in_parts = Beam(arrays, 3)
+    placed = list(in_parts.steps(start_ns, urgency=0.02, eager=True))
+    assert placed == [7, 14, 21, 28, 35, 40]
+    devices, priority = in_parts.found()
+    assert devices.tolist() == whole.tolist()
+    assert priority.tolist() == expected.tolist()
+
+
 def test_searches_end_where_they_do_not_help() -> None:
     problem = random_problem(1, ops=40, unequal=True)
     evaluator = Evaluator(problem)
