@@ -29,7 +29,6 @@ from graphs.costs import with_costs
 from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.graph import GraphArrays
 from graphs.selection import ConstraintError
-from graphs.workload import StepError
 from placer.cli.main import main
 from tests.helpers import tiny_models
 
@@ -104,16 +103,6 @@ def test_an_unplaced_model_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatc
         placed, *failed = backend.evaluate([on_first(problem), *unplaced])
     assert placed.feasible, placed.why
     assert all("out of luck" in each.why for each in failed)
-
-
-def test_steps_refuse_what_the_example_could_not_hold() -> None:
-    extraction = extract(tiny_models.conv_net())
-    image, target = extraction.step.inputs
-    with UnplacedModel(extraction) as unplaced:
-        with pytest.raises(StepError, match="array of numpy"):
-            unplaced.step(image.numpy(), target)
-        with pytest.raises(StepError, match="none is positional"):
-            unplaced()
 
 
 def test_on_one_core_it_is_pinned_with_one_thread_and_starts_no_workers(

@@ -25,7 +25,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import costed_problem, runtime_for
 from envs.torch_runtime import TorchExecutor
-from graphs.extract import Workload, extract
+from graphs.extract import StepError, Workload, extract
 from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays, add_op, new_graph
 from placer.cli.main import main
@@ -381,3 +381,13 @@ def test_a_model_is_measured_unplaced_on_a_gpu_and_computes_there_what_it_comput
         assert isinstance(placed, UnplacedModel)
         assert {p.device for p in placed.parameters()} == {torch.device("cuda:0")}
         assert_steps_alike(placed, plain)
+
+
+def test_steps_refuse_what_the_example_could_not_hold() -> None:
+    extraction = extract(tiny_models.conv_net())
+    image, target = extraction.step.inputs
+    with UnplacedModel(extraction) as unplaced:
+        with pytest.raises(StepError, match="array of numpy"):
+            unplaced.step(image.numpy(), target)
+        with pytest.raises(StepError, match="none is positional"):
+            unplaced()
