@@ -270,9 +270,7 @@ def test_a_model_that_reads_values_is_placed_by_its_modules_on_its_own(
     result = placer.optimize(step, BOTH, search=search, progress=False)
     assert {*ran} == {True, False}
     assert not [each.failure for each in result.candidates if each.failure]
-    remark = result.main_remarks[0]
-    assert remark.startswith("Whole modules are placed, not ops: ")
-    assert result.remarks.count(remark) == 1
+    [remark] = [each for each in result.remarks if each.startswith("Whole modules are placed, not")]
     assert "reads values of tensors" in remark
     assert __file__ in remark
     placement = result.candidates[0].placement
