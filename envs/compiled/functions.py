@@ -297,7 +297,7 @@ class _PartCompiler(CompilerBase):  # type: ignore[misc]  # numba has no types
 
 
 class _RowsCompiler(_PartCompiler):
-    """The same, where LLVM may assume that the arrays among the arguments do not overlap."""
+    """Compiles as its base does, and tells LLVM that arrays among the arguments do not overlap."""
 
     def define_pipelines(self) -> list[Any]:
         """Set the flag, which numba offers to its own targets only."""

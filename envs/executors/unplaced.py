@@ -113,8 +113,7 @@ class UnplacedModel(nn.Module):
 
     def _forward(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Run the forward pass on bound inputs. Little else, since steps may take a millisecond."""
-        if named or not all(isinstance(each, torch.Tensor) for each in positional):
-            check_inputs(positional, named)
+        check_inputs(positional, named)
         if self._device != CPU:
             positional, named = sent((positional, named), self._device)
             if self._homes.were_elsewhere():

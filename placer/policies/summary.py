@@ -46,7 +46,7 @@ def summarise(evaluator: Evaluator, known: list[Candidate]) -> NDArray[np.float6
     cost = np.where(o.allowed, o.cost, np.inf).min(axis=1) / o.scale
     send = np.zeros(count)
     np.maximum.at(send, o.predecessors, o.edge_ns / o.scale)
-    slack = o.op_features[:, 3]
+    slack = o.op_features[3]
     in_degree = np.diff(o.predecessor_start)
     out_degree = np.diff(o.successor_start)
     work = float(cost.sum()) * o.scale / o.critical_path

@@ -16,7 +16,7 @@ def decoded_twin(o: SchedulingArrays, weights: Floats) -> tuple[list[int], list[
     """Return devices and order of the ops for weights (21,); ops without groups, ample memory."""
     score = o.order_base.copy()
     for k in range(OP_FEATURE_COUNT):
-        score += weights[k] * o.op_features[:, k]
+        score += weights[k] * o.op_features[k]
     twin = _Twin(o)
     count = len(score)
     while len(twin.order) < count:

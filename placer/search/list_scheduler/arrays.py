@@ -53,7 +53,7 @@ class SchedulingArrays(NamedTuple):
     held: Floats  # (N,) bytes
     workspace: Floats  # (N,) bytes
     order_base: Floats  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
-    op_features: Floats  # (N, 7)
+    op_features: Floats  # (7, N)
     bottom_level: Floats  # (N,) ns, with mean costs and transfers
     scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
@@ -136,7 +136,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         held=held,
         workspace=workspace,
         order_base=BASE_ORDER_SCORE * tail / max(float(tail.max()), 1.0),
-        op_features=np.ascontiguousarray(np.stack(features, axis=1)),
+        op_features=np.stack(features),
         bottom_level=tail,
         scale=scale,
         critical_path=critical_path,

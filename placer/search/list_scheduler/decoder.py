@@ -1,9 +1,9 @@
 """Learned list scheduler, which decodes 21 weights to a placement.
 
 Repeatedly the ready op with the highest order score is put on the device with the highest device
-score. The order score of op v is ``order_base[v] + w[:7] . op_features[v]``; the score of device d
-is ``w[7:] . f(v, d)`` with fourteen features of the partial schedule. Times are in units of the
-``scale``, "regret" is the distance to the smallest value over the devices, and L is the soft
+score. The order score of op v is ``order_base[v] + w[:7] . op_features[:, v]``; the score of
+device d is ``w[7:] . f(v, d)`` with fourteen features of the partial schedule. Times are in units
+of the ``scale``, "regret" is the distance to the smallest value over the devices, and L is the soft
 logarithm of :func:`placer.search.list_scheduler.arrays.soft_log`:
 
  0 L(finish regret)                 7 L(wait for the device once the data is there)
@@ -101,9 +101,8 @@ def decode_batch(
 def _order_scores(problem: SchedulingArrays, rows: Floats) -> Floats:
     """Return order scores (B, N), summed feature by feature: the same on every machine."""
     scores = np.repeat(problem.order_base[None], len(rows), axis=0)
-    features = np.ascontiguousarray(problem.op_features.T)
     for k in range(OP_FEATURE_COUNT):
-        scores += rows[:, k, None] * features[k]
+        scores += rows[:, k, None] * problem.op_features[k]
     return scores
 
 
