@@ -26,6 +26,7 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+Singles = NDArray[np.float32]
 
 HORIZON_BITS: Final = 39
 HORIZON_NS: Final = 1 << HORIZON_BITS

@@ -60,6 +60,47 @@ def _prefetch(_: Any, array: Any, item: Any) -> Any:
     return types.void(array, item), generate
 
 
+FRACTION_BITS: Final = (1 << 23) - 1
+"""Mask of the bits of a number of single precision after its leading one."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+def _bits_of(_: Any, number: Any) -> Any:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], cgutils.int32_t)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+def _from_bits(_: Any, bits: Any) -> Any:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+def _fraction_bits(_: Any, number: Any) -> Any:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        bits = builder.bitcast(arguments[0], cgutils.int32_t)
+        return builder.and_(bits, cgutils.int32_t(FRACTION_BITS))
+
+    return types.int32(types.float32), generate
+
+
+bits_of = cast("Callable[[np.float32], int]", _bits_of)
+"""Return the 32 bits of a number of single precision; for compiled callers only. Of numbers that
+are not negative, the order is theirs: loops over integers can keep the least of several items at
+once, those over floating-point numbers not."""
+
+fraction_bits = cast("Callable[[np.float32], int]", _fraction_bits)
+"""Return the last 23 of :func:`bits_of`, those after the leading one of a number's binary form."""
+
+from_bits = cast("Callable[[int], np.float32]", _from_bits)
+"""Return the number of single precision that has 32 bits; for compiled callers only."""
+
+
 prefetch = cast("Callable[[NDArray[Any], int], None]", _prefetch)
 """Start to load an item of a contiguous array, counted over all its dimensions, into the cache; for
 compiled callers only."""

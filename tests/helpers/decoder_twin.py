@@ -1,4 +1,7 @@
-"""Slow twin of the list scheduler's decoder: plain loops over ops, and arrays over devices."""
+"""Slow twin of the list scheduler's decoder: plain loops over ops, and arrays over devices.
+
+Like the decoder it computes in single precision, with sums in the same order.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from envs.problem import Bools, Floats, Ints
+from envs.problem import Bools, Floats, Ints, Singles
 from placer.search.list_scheduler.arrays import OP_FEATURE_COUNT, SchedulingArrays
+from placer.search.list_scheduler.soft_log import soft_log
 
 LOGARITHMIC = (0, 2, 3, 5, 6, 7, 9, 10, 13)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 def decoded_twin(o: SchedulingArrays, weights: Floats) -> tuple[list[int], list[int]]:
     """Return devices and order of the ops for weights (21,); ops without groups, ample memory."""
-    score = o.order_base.copy()
-    for k in range(OP_FEATURE_COUNT):
-        score += weights[k] * o.op_features[k]
+    w = weights.astype(np.float32)
+    a, b, c, d, e, f, g = (w[k] * o.op_features[k] for k in range(OP_FEATURE_COUNT))
+    score = o.order_base + a + b
+    score += c + d
+    score += e + f
+    score += g
     twin = _Twin(o)
     count = len(score)
     while len(twin.order) < count:
@@ -26,7 +34,7 @@ def decoded_twin(o: SchedulingArrays, weights: Floats) -> tuple[list[int], list[
             if v not in twin.home and all(p in twin.home for p in twin.of(v))
         ]
         v = max(ready, key=lambda i: (score[i], -i))
-        value = twin.values(v, ready, weights[OP_FEATURE_COUNT:])
+        value = twin.values(v, ready, w[OP_FEATURE_COUNT:])
         twin.place(v, int(np.argmax(np.where(o.allowed[v], value, -np.inf))))
     return [twin.home[v] for v in range(count)], twin.order
 
@@ -35,14 +43,14 @@ def decoded_twin(o: SchedulingArrays, weights: Floats) -> tuple[list[int], list[
 class _Twin:
     o: SchedulingArrays
     home: dict[int, int] = field(default_factory=dict)
-    finish: dict[int, float] = field(default_factory=dict)
+    finish: dict[int, np.float32] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
-    sent: dict[tuple[int, int], float] = field(default_factory=dict)
+    sent: dict[tuple[int, int], np.float32] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         devices = self.o.cost.shape[1]
-        self.free, self.load = np.zeros(devices), np.zeros(devices)
-        self.queue_free = np.zeros(self.o.queue_count + 1)
+        self.free, self.load = np.zeros(devices, np.float32), np.zeros(devices, np.float32)
+        self.queue_free = np.zeros(self.o.queue_count + 1, np.float32)
 
     def edges(self, v: int) -> range:
         return range(self.o.predecessor_start[v], self.o.predecessor_start[v + 1])
@@ -56,48 +64,47 @@ class _Twin:
     def there(self, p: int) -> Bools:
         return np.array([(p, d) in self.sent for d in range(len(self.free))])
 
-    def transfers(self, e: int) -> Floats:
+    def transfers(self, e: int) -> Singles:
         row = self.home[int(self.o.predecessors[e])]
         return np.asarray(self.o.latency[row] + self.o.edge_bytes[e] * self.o.ns_per_byte[row])
 
-    def arrivals(self, e: int) -> Floats:
+    def arrivals(self, e: int) -> Singles:
         """Return when the input along an edge is on each device."""
         p = int(self.o.predecessors[e])
         free = self.queue_free[self.o.queue[self.home[p]]]
         times = np.maximum(self.finish[p], free) + self.transfers(e)
-        return np.array([self.sent.get((p, d), float(t)) for d, t in enumerate(times)])
+        return np.array([self.sent.get((p, d), t) for d, t in enumerate(times)])
 
     def heaviest(self, v: int) -> int | None:
         """Return the device of the heaviest input."""
         edge = max(self.edges(v), key=lambda e: (self.o.edge_ns[e], -e), default=None)
         return None if edge is None else self.home[int(self.o.predecessors[edge])]
 
-    def siblings(self, v: int) -> tuple[Floats, float]:
+    def siblings(self, v: int) -> tuple[Singles, np.float32]:
         """Return the transfer times of the consumers' other inputs on each device, and the sum."""
-        of_devices, total = np.zeros(len(self.free)), 0.0
-        for w in self.consumers(v)[:6].tolist():
-            for e in self.edges(w)[:8]:
+        of_devices, total = np.zeros(len(self.free), np.float32), ZERO
+        for w in self.consumers(v)[:4].tolist():
+            for e in self.edges(w)[:4]:
                 if (p := int(self.o.predecessors[e])) in self.home:
                     of_devices[self.home[p]] += self.o.edge_ns[e]
                     total += self.o.edge_ns[e]
         return of_devices, total
 
-    def values(self, v: int, ready: list[int], u: Floats) -> Floats:
+    def values(self, v: int, ready: list[int], u: Singles) -> Singles:
         """Return the scores of the devices for op v."""
-        o, devices, unit = self.o, np.arange(len(self.free)), 1.0 / self.o.scale
-        data, bring, have = (np.zeros(len(devices)) for _ in range(3))
-        total, inputs = 0.0, self.of(v)
+        o, devices, unit = self.o, np.arange(len(self.free)), np.float32(1.0 / self.o.scale)
+        data, bring, have = (np.zeros(len(devices), np.float32) for _ in range(3))
+        inputs = self.of(v)
         for e, p in zip(self.edges(v), inputs, strict=True):
             data = np.maximum(data, self.arrivals(e))
-            bring += np.where(self.there(p), 0.0, self.transfers(e))
-            have += np.where(self.there(p), o.edge_ns[e], 0.0)
-            total += o.edge_ns[e]
+            bring += np.where(self.there(p), ZERO, self.transfers(e))
+            have += np.where(self.there(p), o.edge_ns[e], ZERO)
         begin = np.maximum(self.free, data)
         end = begin + o.cost[v]
-        crowd = np.zeros(len(devices))
+        crowd = np.zeros(len(devices), np.float32)
         for w in ready:
             if (home := self.heaviest(w)) is not None:
-                crowd[home] += 1.0
+                crowd[home] += ONE
         allowed = o.allowed[v]
         regret = (end - end[allowed].min()) * unit
         rows = (
@@ -105,34 +112,29 @@ class _Twin:
             (begin - begin[allowed].min()) * unit,
             (self.free - self.free[allowed].min()) * unit,
             bring * unit,
-            np.maximum(data - self.free, 0.0) * unit,
-            np.maximum(self.free - data, 0.0) * unit,
+            (begin - self.free) * unit,
+            (begin - data) * unit,
             (self.load - self.load[allowed].min()) * unit,
-            np.maximum(self.queue_free[o.out_queue] - begin, 0.0) * unit,
+            np.maximum(self.queue_free[o.out_queue] - begin, ZERO) * unit,
             crowd,
         )
-        value = u[1] * np.minimum(regret, 10.0)
-        if total > 0.0:
-            value += u[4] * have / total
+        value = ZERO + u[1] * np.minimum(regret, np.float32(10.0))
+        for f, row in zip(LOGARITHMIC, rows, strict=True):
+            value += u[f] * soft_log(np.maximum(row, ZERO))  # below 0 only where v must not run
+        value += (u[4] / o.inputs_ns[v] if o.inputs_ns[v] > ZERO else ZERO) * have
         siblings, siblings_ns = self.siblings(v)
-        if siblings_ns > 0.0:
-            value += u[8] * siblings / siblings_ns
-        value += u[11] * (devices == self.heaviest(v))
+        value += (u[8] / siblings_ns if siblings_ns > ZERO else ZERO) * siblings
+        value += np.where(devices == self.heaviest(v), u[11], ZERO)
         if inputs:
             latest = max(inputs, key=lambda p: (self.finish[p], -inputs.index(p)))
-            value += u[12] * (devices == self.home[latest])
-        logs = np.zeros(len(devices))
-        for f, row in zip(LOGARITHMIC, rows, strict=True):
-            x = np.maximum(row, 0.0).astype(np.float32)  # below 0 only where the op must not run
-            root = np.sqrt(np.sqrt(np.float32(1.0) + x))
-            logs += u[f] * (root - np.float32(1.0) / root).astype(np.float64)
-        return np.asarray(value + 2.0 * logs)
+            value += np.where(devices == self.home[latest], u[12], ZERO)
+        return np.asarray(value)
 
     def place(self, v: int, d: int) -> None:
         """Put op v on device d, and send its inputs there."""
-        begin = float(self.free[d])
+        begin = self.free[d]
         for e, p in zip(self.edges(v), self.of(v), strict=True):
-            arrival = float(self.arrivals(e)[d])
+            arrival = self.arrivals(e)[d]
             if (p, d) not in self.sent:
                 q = self.o.queue[self.home[p], d]
                 if q < self.o.queue_count:
@@ -140,7 +142,7 @@ class _Twin:
                 if self.o.once_per_destination:
                     self.sent[p, d] = arrival
             begin = max(begin, arrival)
-        self.home[v], self.finish[v] = d, begin + float(self.o.cost[v, d])
+        self.home[v], self.finish[v] = d, begin + self.o.cost[v, d]
         self.sent[v, d] = self.free[d] = self.finish[v]
         self.load[d] += self.o.cost[v, d]
         self.order.append(v)

@@ -11,8 +11,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from envs.compiled import by_pointer
-from envs.problem import Bools, Floats, Ints, Problem
+from envs.problem import Bools, Floats, Ints, Problem, Singles
 from envs.simulator.bounds import levels
+from placer.search.list_scheduler.siblings import sibling_edges
+from placer.search.list_scheduler.soft_log import soft_log
 
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
@@ -27,18 +29,22 @@ class SchedulingArrays(NamedTuple):
     pairs of devices. ``edge_ns`` (E) is the mean transfer time of an incoming edge.
     """
 
-    cost: Floats  # (N, D) ns, 0 where not allowed
+    cost: Singles  # (N, D) ns, 0 where not allowed
     allowed: Bools  # (N, D)
     successor_start: Ints
     successors: Ints
     predecessor_start: Ints
     predecessors: Ints
-    edge_bytes: Floats  # (E,) by target, as predecessors
-    edge_ns: Floats  # (E,) by target
+    edge_bytes: Singles  # (E,) by target, as predecessors
+    edge_ns: Singles  # (E,) by target
+    inputs_ns: Singles  # (N,) sum of edge_ns of an op's inputs
     heaviest_input: Ints  # (N,) first op with the largest edge_ns, or -1
+    sibling_start: Ints  # (N + 1,)
+    siblings: Ints  # (S,) other inputs of an op's consumers, by op
+    sibling_ns: Singles  # (S,) mean transfer times of those
     group: Ints  # (N,)
-    latency: Floats  # (D, D) ns
-    ns_per_byte: Floats  # (D, D)
+    latency: Singles  # (D, D) ns
+    ns_per_byte: Singles  # (D, D)
     connected: Bools  # (D, D)
     all_connected: bool
     queue: Ints  # (D, D), queue_count if transfers never wait
@@ -47,13 +53,14 @@ class SchedulingArrays(NamedTuple):
     once_per_destination: bool
     memory: Floats  # (D,) bytes
     memory_matters: bool  # False if everything fits on every device
+    any_device: bool  # whether nothing keeps any op from any device, not even other ops
     resident: Floats  # (N,) bytes of parameters, gradients, optimizer state
     group_resident: Floats  # (C,) bytes
     output: Floats  # (N,) bytes
     held: Floats  # (N,) bytes
     workspace: Floats  # (N,) bytes
-    order_base: Floats  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
-    op_features: Floats  # (7, N)
+    order_base: Singles  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
+    op_features: Singles  # (7, N)
     bottom_level: Floats  # (N,) ns, with mean costs and transfers
     scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
@@ -78,6 +85,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     edge_ns = np.zeros(graph.edge_count)
     if pairs.any():
         edge_ns = float(latency[pairs].mean()) + edge_bytes * float(ns_per_byte[pairs].mean())
+    mean_ns = edge_ns.astype(np.float32)
 
     start = np.array(graph.successor_start, np.int32)
     successors = np.array(graph.successors, np.int32)
@@ -105,21 +113,32 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     workspace = np.array(graph.workspace_bytes, np.float64)
     memory = np.array(problem.memory_bytes, np.float64)
     everything = resident.sum() + held.sum() + output.sum() + workspace.max()
+    roomy = bool(everything <= memory.min())
+    any_device = roomy and bool(
+        allowed.all() and problem.connected.all() and problem.graph.group.max() < 0
+    )
+    sibling_start, siblings = sibling_edges(start, successors, predecessor_start, predecessors)
     queue = np.array(problem.queue, np.int32)
     out_queue = queue.max(axis=1)
     return SchedulingArrays(
-        cost=cost,
+        cost=cost.astype(np.float32),
         allowed=allowed,
         successor_start=start,
         successors=successors,
         predecessor_start=predecessor_start,
         predecessors=predecessors,
-        edge_bytes=edge_bytes,
-        edge_ns=edge_ns,
-        heaviest_input=_heaviest_inputs(predecessors, fan_in, edge_ns),
+        edge_bytes=edge_bytes.astype(np.float32),
+        edge_ns=mean_ns,
+        inputs_ns=np.bincount(np.repeat(np.arange(count), fan_in), mean_ns, minlength=count).astype(
+            np.float32
+        ),
+        heaviest_input=_heaviest_inputs(predecessors, fan_in, mean_ns),
+        sibling_start=sibling_start,
+        siblings=predecessors[siblings],
+        sibling_ns=mean_ns[siblings],
         group=group,
-        latency=latency,
-        ns_per_byte=ns_per_byte,
+        latency=latency.astype(np.float32),
+        ns_per_byte=ns_per_byte.astype(np.float32),
         connected=np.array(problem.connected),
         all_connected=bool(problem.connected.all()),
         queue=np.where(queue < 0, problem.queue_count, queue).astype(np.int32),
@@ -127,7 +146,8 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         out_queue=np.where(out_queue < 0, problem.queue_count, out_queue).astype(np.int32),
         once_per_destination=bool(problem.cluster.once_per_destination),
         memory=memory,
-        memory_matters=bool(everything > memory.min()),
+        memory_matters=not roomy,
+        any_device=any_device,
         resident=resident,
         group_resident=np.bincount(
             group[group >= 0], resident[group >= 0], int(group.max()) + 1
@@ -135,27 +155,18 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         output=output,
         held=held,
         workspace=workspace,
-        order_base=BASE_ORDER_SCORE * tail / max(float(tail.max()), 1.0),
-        op_features=np.stack(features),
+        order_base=(BASE_ORDER_SCORE * tail / max(float(tail.max()), 1.0)).astype(np.float32),
+        op_features=np.stack(features).astype(np.float32),
         bottom_level=tail,
         scale=scale,
         critical_path=critical_path,
     )
 
 
-def _heaviest_inputs(predecessors: Ints, fan_in: Ints, edge_ns: Floats) -> Ints:
+def _heaviest_inputs(predecessors: Ints, fan_in: Ints, edge_ns: Singles) -> Ints:
     """Return for each op the first input with the longest transfer (N,), -1 without inputs."""
     consumers = np.repeat(np.arange(len(fan_in)), fan_in)
     heaviest_first = predecessors[np.lexsort((-edge_ns, consumers))]
     heaviest = np.full(len(fan_in), -1, np.int32)
     heaviest[fan_in > 0] = heaviest_first[(np.cumsum(fan_in) - fan_in)[fan_in > 0]]
     return heaviest
-
-
-def soft_log(x: Floats) -> Floats:
-    """Approximate log(1 + x) for x >= 0 by square roots alone: the same on every machine.
-
-    With r = (1 + x) ** (1/4) it is 2 (r - 1/r): 0.5 % high at x = 1, 6 % at x = 10.
-    """
-    root = np.sqrt(np.sqrt(1.0 + x))
-    return np.asarray(2.0 * (root - 1.0 / root))

@@ -4,7 +4,7 @@ Repeatedly the ready op with the highest order score is put on the device with t
 score. The order score of op v is ``order_base[v] + w[:7] . op_features[:, v]``; the score of
 device d is ``w[7:] . f(v, d)`` with fourteen features of the partial schedule. Times are in units
 of the ``scale``, "regret" is the distance to the smallest value over the devices, and L is the soft
-logarithm of :func:`placer.search.list_scheduler.arrays.soft_log`:
+logarithm of :func:`placer.search.list_scheduler.soft_log.soft_log`:
 
  0 L(finish regret)                 7 L(wait for the device once the data is there)
  1 min(finish regret, 10)           8 share of the consumers' other inputs that are on d
@@ -26,10 +26,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline, index, prefetch
-from envs.problem import Floats, Ints, Longs
+from envs.compiled import (
+    compiled_borrowing,
+    compiled_inline,
+    compiled_rows,
+    index,
+    prefetch,
+)
+from envs.problem import Floats, Ints, Singles
 from placer.search.list_scheduler.arrays import OP_FEATURE_COUNT, SchedulingArrays
-from placer.search.list_scheduler.device_scores import arrange_logs, best_device
+from placer.search.list_scheduler.device_scores import best_device
 from placer.search.list_scheduler.partial_schedule import (
     PartialSchedule,
     commit,
@@ -39,14 +45,14 @@ from placer.search.list_scheduler.partial_schedule import (
     release,
     reset,
 )
-from placer.search.list_scheduler.sight import BLIND, SIGHT_COUNT, Sight, order_scores
-from placer.search.list_scheduler.sorting import SortSpace, descending_keys, sort_ops, sort_space
+from placer.search.list_scheduler.sight import BLIND, SIGHT_COUNT, Sight, add_order
+from placer.search.list_scheduler.sorting import sort_ops
 
 DEVICE_FEATURE_COUNT: Final = 14
 WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
 AHEAD: Final = 128
 """Number of ops in the order that later ops are loaded ahead."""
-LINE_FLOATS: Final = 8
+LINE_FLOATS: Final = 16
 """Numbers in a line of the cache."""
 
 
@@ -78,32 +84,20 @@ def decode_batch(
     Pass ``schedule``, scratch space for the problem, to avoid its allocation in repeated calls.
     With ``sight``, rows end with the weights of its features: (B, 29).
     """
-    rows = np.array(weights, np.float64, order="C")
+    rows = np.array(weights, np.float32, order="C")
     width = WEIGHT_COUNT + (SIGHT_COUNT if sight is not None else 0)
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ValueError(f"weights are of shape {rows.shape}, not (B, {width})")
     if not np.isfinite(rows).all():
         raise ValueError("weights are not all finite numbers")
-    scores = _order_scores(problem, rows)
     if sight is None:
         sight = BLIND
-        rows = np.concatenate([rows, np.zeros((len(rows), SIGHT_COUNT))], axis=1)
-    else:
-        scores += order_scores(sight, rows[:, WEIGHT_COUNT:])
-    devices = np.full(scores.shape, -1, np.int32)
-    priority = np.zeros(scores.shape)
+        rows = np.concatenate([rows, np.zeros((len(rows), SIGHT_COUNT), np.float32)], axis=1)
+    devices = np.full((len(rows), len(problem.cost)), -1, np.int32)
+    priority = np.zeros(devices.shape)
     schedule = schedule or empty_schedule(problem)
-    space = sort_space(scores.shape[1])
-    _decode(problem, schedule, sight, space, descending_keys(scores), rows, devices, priority)
+    _decode(problem, schedule, sight, rows, devices, priority)
     return devices, priority
-
-
-def _order_scores(problem: SchedulingArrays, rows: Floats) -> Floats:
-    """Return order scores (B, N), summed feature by feature: the same on every machine."""
-    scores = np.repeat(problem.order_base[None], len(rows), axis=0)
-    for k in range(OP_FEATURE_COUNT):
-        scores += rows[:, k, None] * problem.op_features[k]
-    return scores
 
 
 @compiled_borrowing
@@ -111,16 +105,29 @@ def _decode(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     sight: Sight,
-    space: SortSpace,
-    keys: Longs,
-    weights: Floats,
+    weights: Singles,
     devices: Ints,
     priority: Floats,
 ) -> None:
-    """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``keys`` (B, N) sort ops."""
-    for row in range(len(keys)):
-        sort_ops(space, keys[row], schedule.order)
+    """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N)."""
+    for row in range(len(weights)):
+        _fill_scores(o, schedule.order_scores, weights[row])
+        add_order(sight, schedule.order_scores, weights[row, WEIGHT_COUNT:])
+        sort_ops(schedule)
         _decode_in_order(o, schedule, sight, weights[row], devices[row], priority[row])
+
+
+@compiled_rows
+def _fill_scores(o: SchedulingArrays, scores: Singles, weights: Singles) -> None:
+    """Fill the order scores of all ops."""
+    features = o.op_features
+    a, b, c, d = weights[0], weights[1], weights[2], weights[3]
+    e, f, g = weights[4], weights[5], weights[6]
+    for v in range(len(scores)):
+        score = o.order_base[v] + a * features[0, v] + b * features[1, v]
+        score += c * features[2, v] + d * features[3, v]
+        score += e * features[4, v] + f * features[5, v]
+        scores[v] = score + g * features[6, v]
 
 
 @compiled_inline
@@ -128,13 +135,12 @@ def _decode_in_order(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     sight: Sight,
-    weights: Floats,
+    weights: Singles,
     devices: Ints,
     priority: Floats,
 ) -> None:
     u, sighted = weights[OP_FEATURE_COUNT:WEIGHT_COUNT], weights[WEIGHT_COUNT:]
     count, order = len(devices), schedule.order
-    log_count = arrange_logs(schedule, u, sighted[1])
     reset(o, schedule)
     for k in range(count):
         v = index(order[k])
@@ -150,9 +156,7 @@ def _decode_in_order(
             heaviest_home = devices[index(o.heaviest_input[v])]
         chosen = schedule.pinned[o.group[v]] if o.group[v] >= 0 else -1
         if chosen < 0:  # no op of its group has decided
-            chosen = best_device(
-                o, schedule, sight, devices, u, sighted, log_count, v, heaviest_home
-            )
+            chosen = best_device(o, schedule, sight, devices, u, sighted, v, heaviest_home)
         devices[v] = chosen
         priority[v] = count - position
         if heaviest_home >= 0:
@@ -198,7 +202,7 @@ def _prefetch_times(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> N
 
 
 @compiled_inline
-def _prefetch_row(rows: Floats, v: int) -> None:
+def _prefetch_row(rows: Singles, v: int) -> None:
     width = rows.shape[1]
     for d in range(0, width, LINE_FLOATS):
         prefetch(rows, v * width + d)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
-from envs.problem import Bools, Floats, Ints, Longs
+from envs.problem import Bools, Floats, Ints, Longs, Singles
 from placer.search.list_scheduler.arrays import SchedulingArrays
 from placer.search.list_scheduler.partial_schedule import (
     PartialSchedule,
@@ -40,7 +40,7 @@ def etf(problem: SchedulingArrays) -> tuple[Ints, Floats]:
     schedule.rank[order] = np.arange(count)
     ready = _Ready(
         first=np.zeros(WINDOW, np.int64),
-        data=np.zeros((count, device_count)),
+        data=np.zeros((count, device_count), np.float32),
         reach=np.ones((count, device_count), np.bool_),
     )
     _etf(problem, schedule, ready, order, devices, priority)
@@ -64,7 +64,7 @@ class _Ready(NamedTuple):
     """The first ready ops by upward rank, and the inputs of all ready ops, for every device."""
 
     first: Longs  # (WINDOW,) ranks, ascending
-    data: Floats  # (N, D) arrival of all inputs, ns
+    data: Singles  # (N, D) arrival of all inputs, ns
     reach: Bools  # (N, D) whether links connect all inputs to it
 
 
@@ -180,8 +180,8 @@ def _arrival(
     home: int,
     device: int,
     finish: float,
-    sent: Floats,
-    queue_free: Floats,
+    sent: Singles,
+    queue_free: Singles,
 ) -> float:
     """Return when edge ``e``, produced at ``finish`` on ``home``, arrives on ``device``."""
     copied = sent[o.predecessors[e], device]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_inline, compiled_rows, index, lowest_set_bit
-from envs.problem import Bools, Floats, Ints, Longs
+from envs.problem import Bools, Floats, Ints, Longs, Singles
 from placer.search.list_scheduler.arrays import SchedulingArrays
 
-LOG_COUNT: Final = 10
-"""Device features of a decoder that have a soft logarithm; that of the sight comes first."""
+ZERO: Final = np.float32(0.0)
+INFINITY: Final = np.float32(np.inf)
+DIGIT_BITS: Final = 8
+DIGITS: Final = 4
+"""Digits of the keys by which ops are sorted."""
 WORD_BITS: Final = 6
 """Logarithm of the number of bits in a word of a bitmap."""
 _LOW_BITS: Final = (1 << WORD_BITS) - 1
@@ -23,64 +25,68 @@ class PartialSchedule(NamedTuple):
     """State of a decode; N ops, D devices. Create it with :func:`empty_schedule` and reuse it."""
 
     order: Longs  # (N,) ops by falling order score
+    order_scores: Singles  # (N,)
+    sort_keys: Ints  # (2, N) scratch space to sort them
+    sort_ops: Ints  # (2, N)
+    sort_places: Longs  # (DIGITS, 1 << DIGIT_BITS)
     rank: Longs  # (N,) place in the order
     ready: Longs  # bitmap of ready ops by rank
     ready_words: Longs  # bitmap of the words of ``ready`` with any bit set
     waiting: Ints  # (N,) number of inputs not yet placed
     unread: Ints  # (N,) number of consumers not yet placed
-    finish: Floats  # (N,) ns, of placed ops
-    sent: Floats  # (N, D) arrival of a placed op's output or a copy, ns, -1 if it is not there
+    finish: Singles  # (N,) ns, of placed ops
+    sent: Singles  # (N, D) arrival of a placed op's output or a copy, ns, -1 if it is not there
     pinned: Ints  # device of each co-location group, or -1
-    queue_free: Floats  # by queue, ns; the last one, of transfers that never wait, is always free
-    free: Floats  # from here on (D,); when the device is free, ns
-    load: Floats
+    queue_free: Singles  # by queue, ns; the last one, of transfers that never wait, is always free
+    free: Singles  # from here on (D,); when the device is free, ns
+    load: Singles
     resident: Floats  # bytes of parameters, gradients and optimizer state
     active: Floats  # bytes of outputs and copies that are still needed, if memory matters
     peak: Floats  # peak of active bytes so far
-    crowd: Floats  # ready ops whose heaviest input is there
-    inputs: Floats  # (3, D) of the current op: data, bring and have of :func:`gather_inputs`
+    crowd: Singles  # ready ops whose heaviest input is there
+    inputs: Singles  # (3, D) of the current op: data, bring and have of :func:`gather_inputs`
     bring_bytes: Floats  # from here on (D,), of the current op
     reach: Bools  # whether links connect all inputs to it; stays true if they always do
-    sibling: Floats  # (D + 1,) by device, after what is not placed
-    tier: Longs
-    begin: Floats  # when the op could start, ns
-    end: Floats  # when the op could finish, ns
-    least: Floats  # (4, D)
-    value: Floats  # score of the device
-    logs: NDArray[np.float32]  # (LOG_COUNT, D) features of the devices with a soft logarithm
-    flat_logs: NDArray[np.float32]  # (LOG_COUNT * D,) the same memory
-    log_row: Longs  # (LOG_COUNT,) where they are in logs: those with a weight first, in order
-    log_weight: Floats  # (LOG_COUNT,)
+    sibling: Singles  # (D + 1,) by device, after what is not placed
+    tier: Ints
+    barred: Singles  # infinity where the op must not run, else 0
+    begin: Singles  # when the op could start, ns
+    end: Singles  # when the op could finish, ns
+    score: Singles
+    sight_value: Singles  # score of the device by what the sight adds; stays 0 without a sight
+    sight_regret: Singles  # regret of the end of the step, in units; stays 0 without a sight
 
 
 def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
     """Allocate scratch space for decodes of a problem."""
     count, devices = problem.cost.shape
     words = (count >> WORD_BITS) + 1
-    of_devices = ("free", "load", "resident", "active", "peak", "crowd")
-    logs = np.zeros(LOG_COUNT * devices, np.float32)
-    of_op = ("bring_bytes", "begin", "end", "value")
+    of_devices: dict[str, Any] = {
+        **{name: np.zeros(devices) for name in ("resident", "active", "peak", "bring_bytes")},
+        **{name: np.zeros(devices, np.float32) for name in ("free", "load", "crowd", "barred")},
+        **{name: np.zeros(devices, np.float32) for name in ("begin", "end", "score")},
+        **{name: np.zeros(devices, np.float32) for name in ("sight_value", "sight_regret")},
+    }
     return PartialSchedule(
         order=np.zeros(count, np.int64),
+        order_scores=np.zeros(count, np.float32),
+        sort_keys=np.zeros((2, count), np.int32),
+        sort_ops=np.zeros((2, count), np.int32),
+        sort_places=np.zeros((DIGITS, 1 << DIGIT_BITS), np.int64),
         rank=np.zeros(count, np.int64),
         ready=np.zeros(words, np.int64),
         ready_words=np.zeros((words >> WORD_BITS) + 1, np.int64),
         waiting=np.zeros(count, np.int32),
         unread=np.zeros(count, np.int32),
-        finish=np.zeros(count),
-        sent=np.zeros((count, devices)),
+        finish=np.zeros(count, np.float32),
+        sent=np.zeros((count, devices), np.float32),
         pinned=np.zeros(len(problem.group_resident), np.int32),
-        queue_free=np.zeros(problem.queue_count + 1),
-        inputs=np.zeros((3, devices)),
+        queue_free=np.zeros(problem.queue_count + 1, np.float32),
+        inputs=np.zeros((3, devices), np.float32),
         reach=np.ones(devices, np.bool_),
-        sibling=np.zeros(devices + 1),
-        tier=np.zeros(devices, np.int64),
-        least=np.zeros((4, devices)),
-        logs=logs.reshape(LOG_COUNT, devices),
-        flat_logs=logs,
-        log_row=np.zeros(LOG_COUNT, np.int64),
-        log_weight=np.zeros(LOG_COUNT),
-        **{name: np.zeros(devices) for name in (*of_devices, *of_op)},
+        sibling=np.zeros(devices + 1, np.float32),
+        tier=np.zeros(devices, np.int32),
+        **of_devices,
     )
 
 
@@ -97,6 +103,7 @@ def reset(o: SchedulingArrays, schedule: PartialSchedule) -> None:
     for d in range(len(schedule.free)):
         schedule.free[d] = schedule.load[d] = schedule.crowd[d] = 0.0
         schedule.resident[d] = schedule.active[d] = schedule.peak[d] = 0.0
+        schedule.sight_value[d] = schedule.sight_regret[d] = 0.0
 
 
 @compiled_inline
@@ -115,7 +122,7 @@ def gather_inputs(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints,
             schedule.bring_bytes[d] = 0.0
             schedule.reach[d] = True
     latest = -1
-    latest_finish = -1.0
+    latest_finish = np.float32(-1.0)
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         edge = index(e)
         p = index(o.predecessors[edge])
@@ -138,9 +145,9 @@ def gather_inputs(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints,
 def _add_input(
     o: SchedulingArrays,
     schedule: PartialSchedule,
-    data: Floats,
-    bring: Floats,
-    have: Floats,
+    data: Singles,
+    bring: Singles,
+    have: Singles,
     e: int,
     p: int,
     home: int,
@@ -153,17 +160,27 @@ def _add_input(
         transfer = o.latency[home, d] + size * o.ns_per_byte[home, d]
         arrival = max(finish, schedule.queue_free[index(o.queue[home, d])]) + transfer
         # Adding 0 keeps LLVM from a conditional store, which takes ten times as long.
-        data[d] = max(data[d], at if there else arrival) + 0.0
-        bring[d] += 0.0 if there else transfer
-        have[d] += mean if there else 0.0
+        data[d] = max(data[d], at if there else arrival) + ZERO
+        bring[d] += ZERO if there else transfer
+        have[d] += mean if there else ZERO
 
 
 @compiled_inline
-def rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int:
-    """Fill the tier of every device for op v: 3 good, 2 full, 1 unreachable, 0 forbidden.
+def bar_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> None:
+    """Bar the devices that are not of the best tier for op v.
 
-    Returns the best tier.
+    The tiers are: 3 good, 2 full, 1 unreachable, 0 forbidden.
     """
+    if o.any_device:
+        return
+    best_tier = _rank_devices(o, schedule, v)
+    for d in range(len(schedule.tier)):
+        schedule.barred[d] = ZERO if schedule.tier[d] == best_tier else INFINITY
+
+
+@compiled_inline
+def _rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int:
+    """Fill the tier of every device for op v, and return the best one."""
     best_tier = 0
     if not o.memory_matters and o.group[v] < 0:
         for d in range(len(schedule.free)):

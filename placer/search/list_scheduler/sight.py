@@ -19,14 +19,16 @@ even if a faster device is free. They are dual variables of the assignment that 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, index
-from envs.problem import Bools, Floats, Ints, Problem
-from placer.search.list_scheduler.arrays import BASE_ORDER_SCORE, SchedulingArrays, soft_log
-from placer.search.list_scheduler.partial_schedule import PartialSchedule
+from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, compiled_rows
+from envs.problem import Bools, Floats, Ints, Problem, Singles
+from placer.search.list_scheduler.arrays import BASE_ORDER_SCORE, SchedulingArrays
+from placer.search.list_scheduler.partial_schedule import ZERO, PartialSchedule
+from placer.search.list_scheduler.soft_log import soft_log
 
 SIGHT_COUNT: Final = 8
 DEVICE_SIGHT_COUNT: Final = 6
@@ -35,7 +37,7 @@ ADVANTAGES: Final = np.array([3, 4])
 OF_PLAN: Final = np.array([0, 1, 2, 5, 6, 7])
 REPEATING: Final = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
 """Weights to begin with in sight of a plan, near which they keep."""
-FARTHEST: Final = 10.0
+FARTHEST: Final = np.float32(10.0)
 PRICED_OPS: Final = 1000
 PRICE_ROUNDS: Final = 60
 
@@ -45,13 +47,13 @@ class Sight(NamedTuple):
     """A plan of N ops with E edges for D devices, and the advantages of the devices."""
 
     home: Ints  # (N,) device in the plan
-    start: Floats  # (N,) ns, of the plan
-    tail: Floats  # (N,) ns from the op's start to the end of the step, of the plan
-    send_ns: Floats  # (E,) mean transfer time by source, as successors
-    excess: Floats  # (N, D) soft logarithm of the cost above the least
-    waste: Floats  # (N, D) soft logarithm of the cost at the devices' prices above the least
-    through: Floats  # (D,) scratch: latest end over the consumers, after the op's own, ns
-    near: Floats  # (D,) scratch: transfer time to consumers on d, ns
+    order_features: Singles  # (2, N)
+    tail: Singles  # (N,) ns from the op's start to the end of the step, of the plan
+    send_ns: Singles  # (E,) mean transfer time by source, as successors
+    excess: Singles  # (N, D) soft logarithm of the cost above the least
+    waste: Singles  # (N, D) soft logarithm of the cost at the devices' prices above the least
+    through: Singles  # (D,) scratch: latest end over the consumers, after the op's own, ns
+    near: Singles  # (D,) scratch: transfer time to consumers on d, ns
 
     @property
     def equal_devices(self) -> bool:
@@ -71,17 +73,17 @@ def sight_of(problem: Problem, arrays: SchedulingArrays) -> Sight:
     priced = arrays.cost * device_prices(arrays.cost, arrays.allowed)
     return Sight(
         home=np.full(count, -1, np.int32),
-        start=np.zeros(count),
-        tail=np.zeros(count),
-        send_ns=send_ns,
+        order_features=np.zeros((2, count), np.float32),
+        tail=np.zeros(count, np.float32),
+        send_ns=send_ns.astype(np.float32),
         excess=_above_least(arrays.cost, arrays.allowed, arrays.scale),
         waste=_above_least(priced, arrays.allowed, arrays.scale),
-        through=np.zeros(devices),
-        near=np.zeros(devices),
+        through=np.zeros(devices, np.float32),
+        near=np.zeros(devices, np.float32),
     )
 
 
-def device_prices(cost: Floats, allowed: Bools) -> Floats:
+def device_prices(cost: NDArray[np.floating[Any]], allowed: Bools) -> Floats:
     """Return a price for each device (D,), 1 on average, high where devices are in demand.
 
     Each round assigns every op to the device where it costs least at the prices, and raises the
@@ -106,15 +108,16 @@ def device_prices(cost: Floats, allowed: Bools) -> Floats:
     return best_price
 
 
-def _above_least(cost: Floats, allowed: Bools, scale: float) -> Floats:
+def _above_least(cost: NDArray[np.floating[Any]], allowed: Bools, scale: float) -> Singles:
     least = np.where(allowed, cost, np.inf).min(axis=1, keepdims=True)
     return soft_log(np.where(allowed, cost - least, 0.0) / scale)
 
 
 BLIND: Final = Sight(
     home=np.zeros(0, np.int32),
-    **{name: np.zeros(0) for name in ("start", "tail", "send_ns", "through", "near")},
-    **{name: np.zeros((0, 0)) for name in ("excess", "waste")},
+    order_features=np.zeros((2, 0), np.float32),
+    **{name: np.zeros(0, np.float32) for name in ("tail", "send_ns", "through", "near")},
+    **{name: np.zeros((0, 0), np.float32) for name in ("excess", "waste")},
 )
 """Stands for no sight, where all weights are 0."""
 
@@ -122,9 +125,11 @@ BLIND: Final = Sight(
 def see(sight: Sight, arrays: SchedulingArrays, devices: Ints, start_ns: Floats) -> None:
     """Store the plan that starts ops on ``devices`` (N,) at ``start_ns`` (N,)."""
     sight.home[:] = devices
-    sight.start[:] = start_ns
     order = np.argsort(start_ns, kind="stable").astype(np.int32)
     _fill_tails(arrays, sight, order)
+    end = max(float(sight.tail.max()), 1.0)
+    sight.order_features[0] = BASE_ORDER_SCORE * (1.0 - start_ns / end)
+    sight.order_features[1] = BASE_ORDER_SCORE / end * sight.tail
 
 
 @compiled_borrowing
@@ -137,7 +142,7 @@ def _fill_tails(o: SchedulingArrays, sight: Sight, order: Ints) -> None:
         longest = sight.near[home]
         for e in range(o.successor_start[v], o.successor_start[v + 1]):
             w = o.successors[e]
-            send = sight.send_ns[e] if sight.home[w] != home else 0.0
+            send = sight.send_ns[e] if sight.home[w] != home else ZERO
             longest = max(longest, send + sight.tail[w])
         sight.tail[v] = longest + o.cost[v, home]
         sight.near[home] = sight.tail[v]
@@ -148,32 +153,25 @@ def add_sight(
     o: SchedulingArrays,
     schedule: PartialSchedule,
     sight: Sight,
-    weights: Floats,
+    weights: Singles,
     v: int,
-    best_tier: int,
 ) -> None:
-    """Add the device features, by their ``weights``, to the values of op v's devices.
+    """Fill what the device features add, by their ``weights``, to the scores of op v's devices.
 
-    That with a soft logarithm is only put among the others.
+    Of that with a soft logarithm, only the number is filled.
     """
-    value, through, near = schedule.value, sight.through, sight.near
-    log_row = index(schedule.log_row[0])
+    value, through, near = schedule.sight_value, sight.through, sight.near
     device_count = len(value)
-    if weights[3] != 0.0:
-        for d in range(device_count):
-            value[d] += weights[3] * sight.excess[v, d]
-    if weights[4] != 0.0:
-        for d in range(device_count):
-            value[d] += weights[4] * sight.waste[v, d]
+    for d in range(device_count):
+        value[d] = weights[3] * sight.excess[v, d] + weights[4] * sight.waste[v, d]
     if sight.home[v] < 0:
         return
     value[sight.home[v]] += weights[0]
-    if weights[1] == 0.0 and weights[2] == 0.0 and weights[5] == 0.0:
+    if (weights[1] == ZERO) & (weights[2] == ZERO) & (weights[5] == ZERO):
         return
     for d in range(device_count):
-        through[d] = 0.0
-        near[d] = 0.0
-    total = 0.0
+        through[d] = near[d] = 0.0
+    total = ZERO
     for e in range(o.successor_start[v], o.successor_start[v + 1]):
         w = o.successors[e]
         home, send = sight.home[w], sight.send_ns[e]
@@ -184,23 +182,29 @@ def add_sight(
         through[home] = at_home
         near[home] += send
         total += send
-    least = np.inf
+    least = np.float32(np.inf)
     for d in range(device_count):
-        through[d] += schedule.begin[d] + o.cost[v, d]
-        if schedule.tier[d] == best_tier:
-            least = min(least, through[d])
-    scale = o.scale
+        through[d] += schedule.end[d]
+        least = min(least, through[d] + schedule.barred[d])
+    unit = np.float32(1.0 / o.scale)
     for d in range(device_count):
-        regret = (through[d] - least) / scale
-        schedule.logs[log_row, d] = regret
+        regret = (through[d] - least) * unit
+        schedule.sight_regret[d] = regret
         value[d] += weights[2] * min(regret, FARTHEST)
-    if total > 0.0:
+    if total > ZERO:
         for d in range(device_count):
-            value[d] += weights[5] * near[d] / total
+            value[d] += weights[5] / total * near[d]
 
 
-def order_scores(sight: Sight, weights: Floats) -> Floats:
-    """Return what the plan adds to order scores, (B, N), for ``weights`` (B, SIGHT_COUNT)."""
-    end = max(float(sight.tail.max()), 1.0)
-    early, long = BASE_ORDER_SCORE * (1.0 - sight.start / end), BASE_ORDER_SCORE * sight.tail / end
-    return np.asarray(weights[:, 6, None] * early + weights[:, 7, None] * long)
+@compiled_inline
+def add_order(sight: Sight, scores: Singles, weights: Singles) -> None:
+    """Add the order features, by their weights, to the order scores (N,)."""
+    if (weights[6] != ZERO) | (weights[7] != ZERO):
+        _add_order(sight, scores, weights[6], weights[7])
+
+
+@compiled_rows
+def _add_order(sight: Sight, scores: Singles, early: np.float32, long: np.float32) -> None:
+    features = sight.order_features
+    for v in range(len(scores)):
+        scores[v] += early * features[0, v] + long * features[1, v]

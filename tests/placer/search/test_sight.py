@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +19,7 @@ from placer.search.list_scheduler.sight import (
     Sight,
     device_prices,
 )
+from placer.search.list_scheduler.soft_log import soft_log
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
 REPEAT = np.array([1e6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -33,7 +33,7 @@ def random_plan(evaluator: Evaluator, seed: int) -> tuple[Ints, Floats]:
     priority: Floats = rng.random((problem.op_count,))
     plan = evaluator.candidate(Kind.OTHER, devices, priority)
     evaluator.look_at(plan)
-    return plan.devices, evaluator.sight.start.copy()
+    return plan.devices, evaluator.work.start_ns[: len(devices)].astype(np.float64)
 
 
 def edges(problem: Problem) -> list[tuple[int, int, int]]:
@@ -45,9 +45,8 @@ def edges(problem: Problem) -> list[tuple[int, int, int]]:
     )
 
 
-def soft_log(x: float) -> float:
-    root = math.sqrt(math.sqrt(1.0 + x))
-    return 2.0 * (root - 1.0 / root)
+def log(x: float) -> float:
+    return float(soft_log(np.array([x]))[0])
 
 
 def test_tail_is_the_longest_path_along_edges_and_devices() -> None:
@@ -87,12 +86,8 @@ def decoded_twin(problem: Problem, arrays: SchedulingArrays, sight: Sight, w: Fl
         assert ready, f"no op is ready at {position}"
 
         def early(v: int) -> float:
-            end = float(sight.tail.max())
-            return float(
-                arrays.order_base[v]
-                + w[6] * (10.0 * (1.0 - sight.start[v] / end))
-                + w[7] * (10.0 * sight.tail[v] / end)
-            )
+            early, long = sight.order_features[:, v]
+            return float(arrays.order_base[v] + w[6] * early + w[7] * long)
 
         v = max(ready, key=lambda i: (early(i), -i))
         begin = [
@@ -115,10 +110,10 @@ def decoded_twin(problem: Problem, arrays: SchedulingArrays, sight: Sight, w: Fl
         value = [
             -2.0 * min((ends[d] - min(ends)) / scale, 10.0)
             + w[0] * (sight.home[v] == d)
-            + w[1] * soft_log((through[d] - min(through)) / scale)
+            + w[1] * log((through[d] - min(through)) / scale)
             + w[2] * min((through[d] - min(through)) / scale, FARTHEST)
-            + w[3] * soft_log((cost[d] - cost.min()) / scale)
-            + w[4] * soft_log((priced[d] - priced.min()) / scale)
+            + w[3] * log((cost[d] - cost.min()) / scale)
+            + w[4] * log((priced[d] - priced.min()) / scale)
             + w[5] * near[d] / max(sum(near), 1e-300)
             for d in range(device_count)
         ]
