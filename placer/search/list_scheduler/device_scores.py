@@ -106,6 +106,7 @@ def _fill_scores(
     """
     unit = np.float32(1.0 / o.scale)
     least_end, least_begin, least_free, least_load = leasts
+    # Read here, as reading under a condition would keep the loop from taking several devices at once.
     of_heaviest, of_latest, (of_inputs, of_siblings) = u[11], u[12], shares
     for d in range(len(score)):
         begin, end, free = schedule.begin[d], schedule.end[d], schedule.free[d]
