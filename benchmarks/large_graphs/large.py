@@ -157,8 +157,8 @@ def workers_table(found: Mapping[str, Mapping[str, Sequence[float]]], budget: Bu
 def decoder_speeds(item: Exercise, policy: Proposer, repeats: int) -> dict[str, list[float]]:
     """Return nanoseconds per pair of op and device of decodes, and decodes in simulations.
 
-    Of each repeat: with the weights of HEFT, which need one feature, and with a proposal of the
-    policy, which need all.
+    Of each repeat: with the weights of HEFT, which need no siblings, and with a proposal of the
+    policy.
     """
     evaluator = item.evaluator
     arrays, problem = evaluator.scheduling, evaluator.problem

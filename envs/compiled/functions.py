@@ -237,7 +237,7 @@ def _stamp(function: Callable[..., Any]) -> str:
     used = sorted(
         f"{name} = {_STAMPS.get(value, value)}"
         for name, value in function.__globals__.items()
-        if isinstance(value, int | float | Dispatcher)
+        if isinstance(value, int | float | np.number | Dispatcher)
     )
     content = _content(function.__code__.co_filename)
     return sha256(repr((content, *map(_content, _COMPILER_FILES), used)).encode()).hexdigest()

@@ -61,7 +61,7 @@ EVOLUTION_DECODES: Final = 1500
 BLIND_SHARE: Final = 0.3
 """Until this share of the budget, or half of the decodes, evolution sees no plan."""
 PAIRS_AT_ONCE: Final = 1 << 21
-"""Pairs of an op and a device that take about 0.2 s to decode."""
+"""Pairs of an op and a device that take about 0.1 s to decode."""
 FEWEST_OPS: Final = 2500
 """Graphs of this many ops are large: annealing has few moves for each, so it moves blocks, too."""
 COOLER: Final = 0.3

@@ -20,7 +20,7 @@ from placer.search.evaluator import Evaluator
 T = TypeVar("T")
 
 FEWEST_PAIRS: Final = 20_000
-"""Pairs of op and device in all decodes for which it pays to divide them, about 1 ms."""
+"""Pairs of op and device in all decodes for which it pays to divide them, about 0.5 ms."""
 
 
 class Workers:

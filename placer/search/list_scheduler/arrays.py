@@ -53,7 +53,7 @@ class SchedulingArrays(NamedTuple):
     once_per_destination: bool
     memory: Floats  # (D,) bytes
     memory_matters: bool  # False if everything fits on every device
-    any_device: bool  # whether nothing keeps any op from any device, not even other ops
+    any_device: bool  # every op may run on every device: no groups, pins or missing links, and room
     resident: Floats  # (N,) bytes of parameters, gradients, optimizer state
     group_resident: Floats  # (C,) bytes
     output: Floats  # (N,) bytes

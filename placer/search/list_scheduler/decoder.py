@@ -111,14 +111,14 @@ def _decode(
 ) -> None:
     """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N)."""
     for row in range(len(weights)):
-        _fill_scores(o, schedule.order_scores, weights[row])
+        _fill_order_scores(o, schedule.order_scores, weights[row])
         add_order(sight, schedule.order_scores, weights[row, WEIGHT_COUNT:])
         sort_ops(schedule)
         _decode_in_order(o, schedule, sight, weights[row], devices[row], priority[row])
 
 
 @compiled_rows
-def _fill_scores(o: SchedulingArrays, scores: Singles, weights: Singles) -> None:
+def _fill_order_scores(o: SchedulingArrays, scores: Singles, weights: Singles) -> None:
     """Fill the order scores of all ops."""
     features = o.op_features
     a, b, c, d = weights[0], weights[1], weights[2], weights[3]

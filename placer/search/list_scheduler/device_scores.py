@@ -101,12 +101,13 @@ def _fill_scores(
 ) -> None:
     """Fill the scores of all devices, minus infinity where they are barred.
 
-    ``shares`` are the weights of bytes that are there: of inputs, and of siblings; ``homes`` the
-    devices of the heaviest and the latest input.
+    ``of_sight`` is the weight of the sight's logarithm, ``leasts`` are the least end, begin, free
+    time and load, ``shares`` the weights of a ns of transfer time from inputs and siblings that are
+    there, ``homes`` the devices of the heaviest and the latest input.
     """
     unit = np.float32(1.0 / o.scale)
     least_end, least_begin, least_free, least_load = leasts
-    # Read here, as reading under a condition would keep the loop from taking several devices at once.
+    # Reading them in the loop, under a condition, would keep it from taking devices together.
     of_heaviest, of_latest, (of_inputs, of_siblings) = u[11], u[12], shares
     for d in range(len(score)):
         begin, end, free = schedule.begin[d], schedule.end[d], schedule.free[d]

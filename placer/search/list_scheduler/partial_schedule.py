@@ -26,9 +26,9 @@ class PartialSchedule(NamedTuple):
 
     order: Longs  # (N,) ops by falling order score
     order_scores: Singles  # (N,)
-    sort_keys: Ints  # (2, N) scratch space to sort them
-    sort_ops: Ints  # (2, N)
-    sort_places: Longs  # (DIGITS, 1 << DIGIT_BITS)
+    sorted_keys: Ints  # (2, N) scratch space to sort them
+    sorted_ops: Ints  # (2, N)
+    digit_places: Longs  # (DIGITS, 1 << DIGIT_BITS)
     rank: Longs  # (N,) place in the order
     ready: Longs  # bitmap of ready ops by rank
     ready_words: Longs  # bitmap of the words of ``ready`` with any bit set
@@ -48,7 +48,7 @@ class PartialSchedule(NamedTuple):
     bring_bytes: Floats  # from here on (D,), of the current op
     reach: Bools  # whether links connect all inputs to it; stays true if they always do
     sibling: Singles  # (D + 1,) by device, after what is not placed
-    tier: Ints
+    tier: Ints  # of :func:`bar_devices`
     barred: Singles  # infinity where the op must not run, else 0
     begin: Singles  # when the op could start, ns
     end: Singles  # when the op could finish, ns
@@ -70,9 +70,9 @@ def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
     return PartialSchedule(
         order=np.zeros(count, np.int64),
         order_scores=np.zeros(count, np.float32),
-        sort_keys=np.zeros((2, count), np.int32),
-        sort_ops=np.zeros((2, count), np.int32),
-        sort_places=np.zeros((DIGITS, 1 << DIGIT_BITS), np.int64),
+        sorted_keys=np.zeros((2, count), np.int32),
+        sorted_ops=np.zeros((2, count), np.int32),
+        digit_places=np.zeros((DIGITS, 1 << DIGIT_BITS), np.int64),
         rank=np.zeros(count, np.int64),
         ready=np.zeros(words, np.int64),
         ready_words=np.zeros((words >> WORD_BITS) + 1, np.int64),

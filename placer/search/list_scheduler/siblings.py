@@ -15,7 +15,7 @@ MOST_INPUTS: Final = 4
 def sibling_edges(
     successor_start: Ints, successors: Ints, predecessor_start: Ints, predecessors: Ints
 ) -> tuple[Ints, Ints]:
-    """Return the edges from siblings (S,), by op, and where those of each op begin (N + 1,).
+    """Return where the siblings of each op begin (N + 1,), and the edges from them (S,).
 
     Edges are numbered by target. Only the first 4 inputs of the first 4 consumers count.
     """

@@ -21,12 +21,13 @@ UNIT: Final = np.float32(2.0**-23)
 BIAS: Final = np.float32(127.0)
 """Exponent of 1.0 as it is stored."""
 BEND: Final = np.float32(0.3465)
+_LARGEST: Final = np.finfo(np.float32).max
 LN2: Final = np.float32(math.log(2.0))
 
 
 def soft_log(x: NDArray[np.floating[Any]]) -> Singles:
-    """Approximate log(1 + x) for x >= 0."""
-    bits = (x.astype(np.float32) + ONE).view(np.int32)
+    """Approximate log(1 + x) for x >= 0; numbers too large for single precision are the largest."""
+    bits = (np.minimum(x, _LARGEST).astype(np.float32) + ONE).view(np.int32)
     whole = bits.astype(np.float32) * UNIT - BIAS
     part = (bits & FRACTION_BITS).astype(np.float32) * UNIT
     return np.asarray((whole + BEND * part * (ONE - part)) * LN2)

@@ -19,8 +19,8 @@ _SIGN: Final = 31
 @compiled_inline
 def sort_ops(schedule: PartialSchedule) -> None:
     """Fill the order of the ops by falling score; of equal ones the lowest op comes first."""
-    _fill_keys(schedule, schedule.sort_keys[0])
-    keys, ops, places = schedule.sort_keys, schedule.sort_ops, schedule.sort_places
+    _fill_keys(schedule, schedule.sorted_keys[0])
+    keys, ops, places = schedule.sorted_keys, schedule.sorted_ops, schedule.digit_places
     count = len(schedule.order)
     places[:] = 0
     for v in range(count):
@@ -48,7 +48,7 @@ def _fill_keys(schedule: PartialSchedule, keys: Ints) -> None:
 @compiled_inline
 def _move(schedule: PartialSchedule, digit: int, source: int, target: int) -> None:
     """Sort the ops by one digit, from one side of the scratch space to the other."""
-    keys, ops, places = schedule.sort_keys, schedule.sort_ops, schedule.sort_places
+    keys, ops, places = schedule.sorted_keys, schedule.sorted_ops, schedule.digit_places
     place = 0
     for k in range(1 << DIGIT_BITS):
         here = places[digit, k]

@@ -245,7 +245,6 @@ def test_etf_equals_its_plain_form_with_more_ready_ops_than_its_window() -> None
     rng = np.random.default_rng(0)
     graph = layered(rng, ops=500, width=250, weights=Weights(ratio=1.0))
     names = ("x:0", "x:1", "x:2")
-    # A latency and a rate in whole nanoseconds, so that sums do not depend on their order.
     link = Link(between=names, latency_s=5e-6, bandwidth_bytes_per_s=1e9, sharing="none")
     devices = tuple(Device(name=name, kind="x", memory_bytes=10**15) for name in names)
     cluster = Cluster(name="three", devices=devices, links=(link,))

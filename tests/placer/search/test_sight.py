@@ -68,7 +68,9 @@ def test_tail_is_the_longest_path_along_edges_and_devices() -> None:
     assert evaluator.sight.tail.tolist() == pytest.approx([tail[v] for v in range(40)], abs=2 * 40)
 
 
-def decoded_twin(problem: Problem, arrays: SchedulingArrays, sight: Sight, w: Floats) -> list[int]:
+def decoded_twin(
+    problem: Problem, arrays: SchedulingArrays, sight: Sight, start: Floats, w: Floats
+) -> list[int]:
     """Decode HEFT's weights and those of the sight in plain Python, where links never wait."""
     count, device_count = arrays.cost.shape
     inputs: dict[int, list[tuple[int, float]]] = {v: [] for v in range(count)}
@@ -86,7 +88,8 @@ def decoded_twin(problem: Problem, arrays: SchedulingArrays, sight: Sight, w: Fl
         assert ready, f"no op is ready at {position}"
 
         def early(v: int) -> float:
-            early, long = sight.order_features[:, v]
+            end = float(sight.tail.max())
+            early, long = 10.0 * (1.0 - start[v] / end), 10.0 * sight.tail[v] / end
             return float(arrays.order_base[v] + w[6] * early + w[7] * long)
 
         v = max(ready, key=lambda i: (early(i), -i))
@@ -126,11 +129,24 @@ def decoded_twin(problem: Problem, arrays: SchedulingArrays, sight: Sight, w: Fl
 def test_decodes_in_sight_equal_their_plain_twin(seed: int) -> None:
     problem = random_problem(seed, ops=25, unequal=seed % 2 == 1, sharing="none")
     evaluator = Evaluator(problem)
-    random_plan(evaluator, seed)
+    _, start = random_plan(evaluator, seed)
     weights = np.random.default_rng(seed).normal(0.0, 1.0, SIGHT_COUNT)
     devices, _, _ = evaluator.decode(np.concatenate([HEFT, weights])[None])
-    twin = decoded_twin(problem, evaluator.scheduling, evaluator.sight, weights)
+    twin = decoded_twin(problem, evaluator.scheduling, evaluator.sight, start, weights)
     assert devices[0].tolist() == twin
+
+
+def test_nothing_of_a_sight_is_left_for_decodes_without_one() -> None:
+    problem = random_problem(2, ops=40, unequal=True)
+    evaluator = Evaluator(problem)
+    random_plan(evaluator, 2)
+    rng = np.random.default_rng(2)
+    plain, sighted = rng.normal(size=(4, WEIGHT_COUNT)), rng.normal(size=SIGHT_COUNT)
+    fresh, _, _ = Evaluator(problem).decode(plain)
+    for row, expected in zip(plain, fresh, strict=True):
+        evaluator.decode(np.concatenate([row, 3.0 * sighted])[None])
+        devices, _, _ = evaluator.decode(row[None])
+        assert devices[0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))

