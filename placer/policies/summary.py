@@ -42,8 +42,8 @@ LARGEST_RATIO: Final = 10.0
 def summarise(evaluator: Evaluator, known: list[Candidate]) -> NDArray[np.float64]:
     """Return the features (F,) of a problem with the heuristics ``known``, not normalised."""
     o = evaluator.scheduling
-    count, devices = o.cost.shape
-    cost = np.where(o.allowed, o.cost, np.inf).min(axis=1) / o.scale
+    count, devices = len(o.cost), o.device_count
+    cost = np.where(o.allowed, o.device_cost, np.inf).min(axis=1) / o.scale
     send = np.zeros(count)
     np.maximum.at(send, o.predecessors, o.edge_ns / o.scale)
     slack = o.op_features[3]
@@ -51,7 +51,7 @@ def summarise(evaluator: Evaluator, known: list[Candidate]) -> NDArray[np.float6
     out_degree = np.diff(o.successor_start)
     work = float(cost.sum()) * o.scale / o.critical_path
     pairs = o.connected & ~np.eye(devices, dtype=np.bool_)
-    latency = float(o.latency[pairs].mean()) if pairs.any() else 0.0
+    latency = float(o.latency[:, :devices][pairs].mean()) if pairs.any() else 0.0
     spread = float(cost.std()) * float(send.std())
     together = float(((cost - cost.mean()) * (send - send.mean())).mean())
     heft, etf = _best(known, Kind.HEFT), _best(known, Kind.ETF)

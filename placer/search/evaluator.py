@@ -61,7 +61,7 @@ class Evaluator:
         twin = copy.copy(self)
         twin.work = workspace_for(self.problem)
         twin._schedule = empty_schedule(self.scheduling)
-        near, through = (np.zeros(self.problem.device_count, np.float32) for _ in range(2))
+        near, through = self.sight.near.copy(), self.sight.through.copy()
         twin.sight = self.sight._replace(near=near, through=through)
         return twin
 

@@ -48,7 +48,7 @@ class _Twin:
     sent: dict[tuple[int, int], np.float32] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        devices = self.o.cost.shape[1]
+        devices = self.o.device_count
         self.free, self.load = np.zeros(devices, np.float32), np.zeros(devices, np.float32)
         self.queue_free = np.zeros(self.o.queue_count + 1, np.float32)
 
@@ -65,13 +65,14 @@ class _Twin:
         return np.array([(p, d) in self.sent for d in range(len(self.free))])
 
     def transfers(self, e: int) -> Singles:
-        row = self.home[int(self.o.predecessors[e])]
-        return np.asarray(self.o.latency[row] + self.o.edge_bytes[e] * self.o.ns_per_byte[row])
+        row, devices = self.home[int(self.o.predecessors[e])], self.o.device_count
+        latency, ns_per_byte = self.o.latency[row, :devices], self.o.ns_per_byte[row, :devices]
+        return np.asarray(latency + self.o.edge_bytes[e] * ns_per_byte)
 
     def arrivals(self, e: int) -> Singles:
         """Return when the input along an edge is on each device."""
         p = int(self.o.predecessors[e])
-        free = self.queue_free[self.o.queue[self.home[p]]]
+        free = self.queue_free[self.o.queue[self.home[p], : self.o.device_count]]
         times = np.maximum(self.finish[p], free) + self.transfers(e)
         return np.array([self.sent.get((p, d), t) for d, t in enumerate(times)])
 
@@ -100,7 +101,7 @@ class _Twin:
             bring += np.where(self.there(p), ZERO, self.transfers(e))
             have += np.where(self.there(p), o.edge_ns[e], ZERO)
         begin = np.maximum(self.free, data)
-        end = begin + o.cost[v]
+        end = begin + o.device_cost[v]
         crowd = np.zeros(len(devices), np.float32)
         for w in ready:
             if (home := self.heaviest(w)) is not None:
@@ -115,7 +116,7 @@ class _Twin:
             (begin - self.free) * unit,
             (begin - data) * unit,
             (self.load - self.load[allowed].min()) * unit,
-            np.maximum(self.queue_free[o.out_queue] - begin, ZERO) * unit,
+            np.maximum(self.queue_free[o.out_queue[: o.device_count]] - begin, ZERO) * unit,
             crowd,
         )
         value = ZERO + u[1] * np.minimum(regret, np.float32(10.0))

@@ -6,9 +6,10 @@ not depend on how ops or devices are numbered.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from envs.compiled import by_pointer
 from envs.problem import Bools, Floats, Ints, Problem, Singles
@@ -16,9 +17,13 @@ from envs.simulator.bounds import levels
 from placer.search.list_scheduler.siblings import sibling_edges
 from placer.search.list_scheduler.soft_log import soft_log
 
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
 """Order score of the op with the highest upward rank when all learned weights are zero."""
+LANES: Final = 8
+"""Rows of devices are filled up to a multiple of so many, which a loop takes together."""
 
 
 @by_pointer
@@ -26,10 +31,12 @@ class SchedulingArrays(NamedTuple):
     """Arrays of N ops, E edges, D devices and C co-location groups, writable and contiguous.
 
     Mean costs and transfer times average over the allowed devices of an op and over the connected
-    pairs of devices. ``edge_ns`` (E) is the mean transfer time of an incoming edge.
+    pairs of devices. ``edge_ns`` (E) is the mean transfer time of an incoming edge. Rows of R items
+    are filled up to a multiple of :data:`LANES`, with devices where nothing is allowed.
     """
 
-    cost: Singles  # (N, D) ns, 0 where not allowed
+    device_count: int
+    cost: Singles  # (N, R) ns, 0 where not allowed
     allowed: Bools  # (N, D)
     successor_start: Ints
     successors: Ints
@@ -43,13 +50,13 @@ class SchedulingArrays(NamedTuple):
     siblings: Ints  # (S,) other inputs of an op's consumers, by op
     sibling_ns: Singles  # (S,) mean transfer times of those
     group: Ints  # (N,)
-    latency: Singles  # (D, D) ns
-    ns_per_byte: Singles  # (D, D)
+    latency: Singles  # (D, R) ns
+    ns_per_byte: Singles  # (D, R)
     connected: Bools  # (D, D)
     all_connected: bool
-    queue: Ints  # (D, D), queue_count if transfers never wait
+    queue: Ints  # (D, R), queue_count if transfers never wait
     queue_count: int
-    out_queue: Ints  # (D,) a queue that transfers from a device wait in, or queue_count
+    out_queue: Ints  # (R,) a queue that transfers from a device wait in, or queue_count
     once_per_destination: bool
     memory: Floats  # (D,) bytes
     memory_matters: bool  # False if everything fits on every device
@@ -64,6 +71,11 @@ class SchedulingArrays(NamedTuple):
     bottom_level: Floats  # (N,) ns, with mean costs and transfers
     scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
+
+    @property
+    def device_cost(self) -> Singles:
+        """Return the costs on the devices alone (N, D), ns."""
+        return self.cost[:, : self.device_count]
 
 
 def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingArrays:
@@ -120,8 +132,10 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     sibling_start, siblings = sibling_edges(start, successors, predecessor_start, predecessors)
     queue = np.array(problem.queue, np.int32)
     out_queue = queue.max(axis=1)
+    waiting_free = np.int32(problem.queue_count)
     return SchedulingArrays(
-        cost=cost.astype(np.float32),
+        device_count=problem.device_count,
+        cost=filled_up(cost.astype(np.float32)),
         allowed=allowed,
         successor_start=start,
         successors=successors,
@@ -137,13 +151,13 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         siblings=predecessors[siblings],
         sibling_ns=mean_ns[siblings],
         group=group,
-        latency=latency.astype(np.float32),
-        ns_per_byte=ns_per_byte.astype(np.float32),
+        latency=filled_up(latency.astype(np.float32)),
+        ns_per_byte=filled_up(ns_per_byte.astype(np.float32)),
         connected=np.array(problem.connected),
         all_connected=bool(problem.connected.all()),
-        queue=np.where(queue < 0, problem.queue_count, queue).astype(np.int32),
+        queue=filled_up(np.where(queue < 0, waiting_free, queue), waiting_free),
         queue_count=int(problem.queue_count),
-        out_queue=np.where(out_queue < 0, problem.queue_count, out_queue).astype(np.int32),
+        out_queue=filled_up(np.where(out_queue < 0, waiting_free, out_queue), waiting_free),
         once_per_destination=bool(problem.cluster.once_per_destination),
         memory=memory,
         memory_matters=not roomy,
@@ -161,6 +175,13 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         scale=scale,
         critical_path=critical_path,
     )
+
+
+def filled_up(rows: NDArray[ScalarT], value: float = 0) -> NDArray[ScalarT]:
+    """Return rows of devices with as many more items as make their number a multiple of 8."""
+    missing = -rows.shape[-1] % LANES
+    widths = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
+    return np.pad(rows, widths, constant_values=value)
 
 
 def _heaviest_inputs(predecessors: Ints, fan_in: Ints, edge_ns: Singles) -> Ints:

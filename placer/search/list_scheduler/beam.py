@@ -70,11 +70,11 @@ class Beam:
 
     def __init__(self, arrays: SchedulingArrays, width: int) -> None:
         """Allocate the schedules."""
-        count, devices = arrays.cost.shape
-        price = device_prices(arrays.cost, arrays.allowed)
+        count, devices = len(arrays.cost), arrays.device_count
+        price = device_prices(arrays.device_cost, arrays.allowed)
         self._arrays = arrays
         self._price = price / price.sum()
-        self._least = np.where(arrays.allowed, arrays.cost * self._price, np.inf).min(axis=1)
+        self._least = np.where(arrays.allowed, arrays.device_cost * self._price, np.inf).min(axis=1)
         random = np.random.default_rng(0)
         self._keys = random.integers(0, 1 << 63, (count, devices), np.int64).astype(np.uint64)
         self._alive = 1
@@ -113,7 +113,7 @@ class Beam:
 
     def steps(self, start_ns: Floats, *, urgency: float, eager: bool) -> Iterator[int]:
         """Search as :meth:`search` does, and yield the number of ops placed, a few at a time."""
-        count, devices = self._arrays.cost.shape
+        count, devices = len(self._arrays.cost), self._arrays.device_count
         rank = np.empty(count, np.int64)
         rank[np.argsort(start_ns, kind="stable")] = np.arange(count)
         spending = start_ns * (urgency / devices) - self._least

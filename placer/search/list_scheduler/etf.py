@@ -33,7 +33,7 @@ def etf(problem: SchedulingArrays) -> tuple[Ints, Floats]:
     without their outputs. A device without room for an op's own bytes and output is excluded if
     another has room.
     """
-    count, device_count = problem.cost.shape
+    count, device_count = len(problem.cost), problem.device_count
     devices, priority = np.full(count, -1, np.int32), np.zeros(count)
     schedule = empty_schedule(problem)
     order = np.argsort(-problem.bottom_level, kind="stable")
@@ -81,7 +81,7 @@ def _etf(
 
     The bitmap of the schedule holds the ranks of the ready ops beyond the window.
     """
-    count, device_count = o.cost.shape
+    count, device_count = len(o.cost), o.device_count
     waiting, finish, free = schedule.waiting, schedule.finish, schedule.free
     pinned, queue_free, sent = schedule.pinned, schedule.queue_free, schedule.sent
     rank, used = schedule.rank, schedule.resident

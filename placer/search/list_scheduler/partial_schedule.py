@@ -22,7 +22,10 @@ _LOW_BITS: Final = (1 << WORD_BITS) - 1
 
 @by_pointer
 class PartialSchedule(NamedTuple):
-    """State of a decode; N ops, D devices. Create it with :func:`empty_schedule` and reuse it."""
+    """State of a decode of N ops on D devices, in rows of R as those of the arrays.
+
+    Create it with :func:`empty_schedule` and reuse it.
+    """
 
     order: Longs  # (N,) ops by falling order score
     order_scores: Singles  # (N,)
@@ -35,19 +38,19 @@ class PartialSchedule(NamedTuple):
     waiting: Ints  # (N,) number of inputs not yet placed
     unread: Ints  # (N,) number of consumers not yet placed
     finish: Singles  # (N,) ns, of placed ops
-    sent: Singles  # (N, D) arrival of a placed op's output or a copy, ns, -1 if it is not there
+    sent: Singles  # (N, R) arrival of a placed op's output or a copy, ns, -1 if it is not there
     pinned: Ints  # device of each co-location group, or -1
     queue_free: Singles  # by queue, ns; the last one, of transfers that never wait, is always free
-    free: Singles  # from here on (D,); when the device is free, ns
+    free: Singles  # from here on (R,); when the device is free, ns
     load: Singles
     resident: Floats  # bytes of parameters, gradients and optimizer state
     active: Floats  # bytes of outputs and copies that are still needed, if memory matters
     peak: Floats  # peak of active bytes so far
     crowd: Singles  # ready ops whose heaviest input is there
-    inputs: Singles  # (3, D) of the current op: data, bring and have of :func:`gather_inputs`
-    bring_bytes: Floats  # from here on (D,), of the current op
+    inputs: Singles  # (3, R) of the current op: data, bring and have of :func:`gather_inputs`
+    bring_bytes: Floats  # from here on (R,), of the current op
     reach: Bools  # whether links connect all inputs to it; stays true if they always do
-    sibling: Singles  # (D + 1,) by device, after what is not placed
+    sibling: Singles  # (R + 1,) by device, after what is not placed
     tier: Ints  # of :func:`bar_devices`
     barred: Singles  # infinity where the op must not run, else 0
     begin: Singles  # when the op could start, ns
@@ -60,10 +63,11 @@ class PartialSchedule(NamedTuple):
 def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
     """Allocate scratch space for decodes of a problem."""
     count, devices = problem.cost.shape
+    is_device = np.arange(devices) < problem.device_count
     words = (count >> WORD_BITS) + 1
     of_devices: dict[str, Any] = {
         **{name: np.zeros(devices) for name in ("resident", "active", "peak", "bring_bytes")},
-        **{name: np.zeros(devices, np.float32) for name in ("free", "load", "crowd", "barred")},
+        **{name: np.zeros(devices, np.float32) for name in ("free", "load", "crowd")},
         **{name: np.zeros(devices, np.float32) for name in ("begin", "end", "score")},
         **{name: np.zeros(devices, np.float32) for name in ("sight_value", "sight_regret")},
     }
@@ -86,6 +90,7 @@ def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
         reach=np.ones(devices, np.bool_),
         sibling=np.zeros(devices + 1, np.float32),
         tier=np.zeros(devices, np.int32),
+        barred=np.where(is_device, ZERO, INFINITY),
         **of_devices,
     )
 
@@ -114,8 +119,7 @@ def gather_inputs(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints,
     not there; have, the mean transfer time of those that are. Returns the device of the input that
     finishes last.
     """
-    inputs = schedule.inputs
-    device_count = len(schedule.free)
+    inputs, device_count = schedule.inputs, o.device_count
     inputs[:] = 0.0
     if o.memory_matters or not o.all_connected:
         for d in range(device_count):
@@ -174,7 +178,7 @@ def bar_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> None:
     if o.any_device:
         return
     best_tier = _rank_devices(o, schedule, v)
-    for d in range(len(schedule.tier)):
+    for d in range(o.device_count):
         schedule.barred[d] = ZERO if schedule.tier[d] == best_tier else INFINITY
 
 
@@ -183,7 +187,7 @@ def _rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int
     """Fill the tier of every device for op v, and return the best one."""
     best_tier = 0
     if not o.memory_matters and o.group[v] < 0:
-        for d in range(len(schedule.free)):
+        for d in range(o.device_count):
             tier = (3 if schedule.reach[d] else 1) if o.allowed[v, d] else 0
             schedule.tier[d] = tier
             best_tier = max(best_tier, tier)
@@ -191,7 +195,7 @@ def _rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int
     group = o.group[v]
     pinned = schedule.pinned[group] if group >= 0 else -1
     resident = _new_resident_bytes(o, schedule, v)
-    for d in range(len(schedule.free)):
+    for d in range(o.device_count):
         tier = 0
         if o.allowed[v, d] and (pinned < 0 or pinned == d):
             tier = 3 if schedule.reach[d] else 1

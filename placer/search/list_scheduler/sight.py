@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, compiled_rows
 from envs.problem import Bools, Floats, Ints, Problem, Singles
-from placer.search.list_scheduler.arrays import BASE_ORDER_SCORE, SchedulingArrays
+from placer.search.list_scheduler.arrays import BASE_ORDER_SCORE, SchedulingArrays, filled_up
 from placer.search.list_scheduler.partial_schedule import ZERO, PartialSchedule
 from placer.search.list_scheduler.soft_log import soft_log
 
@@ -50,10 +50,10 @@ class Sight(NamedTuple):
     order_features: Singles  # (2, N)
     tail: Singles  # (N,) ns from the op's start to the end of the step, of the plan
     send_ns: Singles  # (E,) mean transfer time by source, as successors
-    excess: Singles  # (N, D) soft logarithm of the cost above the least
-    waste: Singles  # (N, D) soft logarithm of the cost at the devices' prices above the least
-    through: Singles  # (D,) scratch: latest end over the consumers, after the op's own, ns
-    near: Singles  # (D,) scratch: transfer time to consumers on d, ns
+    excess: Singles  # (N, R) soft logarithm of the cost above the least
+    waste: Singles  # (N, R) soft logarithm of the cost at the devices' prices above the least
+    through: Singles  # (R,) scratch: latest end over the consumers, after the op's own, ns
+    near: Singles  # (R,) scratch: transfer time to consumers on d, ns
 
     @property
     def equal_devices(self) -> bool:
@@ -63,23 +63,24 @@ class Sight(NamedTuple):
 
 def sight_of(problem: Problem, arrays: SchedulingArrays) -> Sight:
     """Return a sight of no plan yet; :func:`see` stores one."""
-    count, devices = arrays.cost.shape
+    count, devices = len(arrays.cost), arrays.device_count
+    cost, allowed = arrays.device_cost, arrays.allowed
     pairs = problem.connected & ~np.eye(devices, dtype=np.bool_)
     send_ns = np.zeros(problem.graph.edge_count)
     if pairs.any():
         sizes = problem.graph.edge_bytes.astype(np.float64)
-        send_ns += float(arrays.latency[pairs].mean())
-        send_ns += sizes * float(arrays.ns_per_byte[pairs].mean())
-    priced = arrays.cost * device_prices(arrays.cost, arrays.allowed)
+        send_ns += float(arrays.latency[:, :devices][pairs].mean())
+        send_ns += sizes * float(arrays.ns_per_byte[:, :devices][pairs].mean())
+    priced = cost * device_prices(cost, allowed)
     return Sight(
         home=np.full(count, -1, np.int32),
         order_features=np.zeros((2, count), np.float32),
         tail=np.zeros(count, np.float32),
         send_ns=send_ns.astype(np.float32),
-        excess=_above_least(arrays.cost, arrays.allowed, arrays.scale),
-        waste=_above_least(priced, arrays.allowed, arrays.scale),
-        through=np.zeros(devices, np.float32),
-        near=np.zeros(devices, np.float32),
+        excess=filled_up(_above_least(cost, allowed, arrays.scale)),
+        waste=filled_up(_above_least(priced, allowed, arrays.scale)),
+        through=filled_up(np.zeros(devices, np.float32)),
+        near=filled_up(np.zeros(devices, np.float32)),
     )
 
 

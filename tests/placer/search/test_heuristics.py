@@ -210,7 +210,7 @@ def test_their_steps_are_simulated_and_no_longer_than_planned_with_costs_alone(s
 
 def plain_etf(o: SchedulingArrays) -> tuple[list[int], list[int]]:
     """Return devices and ops in the order of their rounds, where transfers never wait."""
-    count, devices = o.cost.shape
+    count, devices = o.device_cost.shape
     rank = np.argsort(np.argsort(-o.bottom_level, kind="stable"))
     inputs = [
         [(int(o.predecessors[e]), float(o.edge_bytes[e])) for e in range(first, end)]
@@ -259,5 +259,5 @@ def test_costs_under_load_do_not_make_ops_allowed() -> None:
     graph = under_load().graph
     limited = replace(graph, allowed=(("core:1",), None, None))
     problem = Problem.of(limited, under_load().cluster)
-    cost = scheduling_arrays(problem, loaded=True).cost
+    cost = scheduling_arrays(problem, loaded=True).device_cost
     assert cost.tolist() == [[0, 20_000], [12_000, 12_000], [11_000, 11_000]]

@@ -72,14 +72,14 @@ def decoded_twin(
     problem: Problem, arrays: SchedulingArrays, sight: Sight, start: Floats, w: Floats
 ) -> list[int]:
     """Decode HEFT's weights and those of the sight in plain Python, where links never wait."""
-    count, device_count = arrays.cost.shape
+    count, device_count = arrays.device_cost.shape
     inputs: dict[int, list[tuple[int, float]]] = {v: [] for v in range(count)}
     outputs: dict[int, list[tuple[int, float]]] = {v: [] for v in range(count)}
     for u, v, size in edges(problem):
         send = float(arrays.latency[0, 1] + size * arrays.ns_per_byte[0, 1])
         inputs[v].append((u, send))
         outputs[u].append((v, send))
-    scale, prices = arrays.scale, device_prices(arrays.cost, arrays.allowed)
+    scale, prices = arrays.scale, device_prices(arrays.device_cost, arrays.allowed)
     home: dict[int, int] = {}
     finish: dict[int, float] = {}
     free = [0.0] * device_count
@@ -109,7 +109,8 @@ def decoded_twin(
         near = [
             sum(send for x, send in outputs[v] if sight.home[x] == d) for d in range(device_count)
         ]
-        cost, priced = arrays.cost[v], arrays.cost[v] * prices
+        cost = arrays.device_cost[v]
+        priced = cost * prices
         value = [
             -2.0 * min((ends[d] - min(ends)) / scale, 10.0)
             + w[0] * (sight.home[v] == d)
