@@ -187,5 +187,5 @@ def _arrival(
     copied = sent[o.predecessors[e], device]
     if copied >= 0.0:
         return float(copied)
-    transfer = o.latency[home, device] + o.edge_bytes[e] * o.ns_per_byte[home, device]
-    return float(max(finish, queue_free[o.queue[home, device]]) + transfer)
+    finish = max(finish, queue_free[o.queue[home, device]])
+    return float(finish + o.latency[home, device] + o.edge_bytes[e] * o.ns_per_byte[home, device])
