@@ -132,7 +132,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     sibling_start, siblings = sibling_edges(start, successors, predecessor_start, predecessors)
     queue = np.array(problem.queue, np.int32)
     out_queue = queue.max(axis=1)
-    waiting_free = np.int32(problem.queue_count)
+    queue_count = int(problem.queue_count)
     return SchedulingArrays(
         device_count=problem.device_count,
         cost=filled_up(cost.astype(np.float32)),
@@ -155,9 +155,11 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         ns_per_byte=filled_up(ns_per_byte.astype(np.float32)),
         connected=np.array(problem.connected),
         all_connected=bool(problem.connected.all()),
-        queue=filled_up(np.where(queue < 0, waiting_free, queue), waiting_free),
-        queue_count=int(problem.queue_count),
-        out_queue=filled_up(np.where(out_queue < 0, waiting_free, out_queue), waiting_free),
+        queue=filled_up(np.where(queue < 0, queue_count, queue).astype(np.int32), queue_count),
+        queue_count=queue_count,
+        out_queue=filled_up(
+            np.where(out_queue < 0, queue_count, out_queue).astype(np.int32), queue_count
+        ),
         once_per_destination=bool(problem.cluster.once_per_destination),
         memory=memory,
         memory_matters=not roomy,
