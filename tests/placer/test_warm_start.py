@@ -16,7 +16,7 @@ from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
 from graphs.graph import PHASES, GraphArrays
-from graphs.synthetic.shapes import layered
+from graphs.synthetic.shapes import Weights, layered
 from placer.exports.device_map import device_map
 from placer.exports.existing_map import DeviceMap
 from placer.exports.placed_modules import PlacedModules
@@ -263,7 +263,8 @@ def test_a_search_from_a_placement_is_never_worse_than_it(
 
 
 def test_the_search_goes_on_from_a_warm_start() -> None:
-    graph, cluster = layered(np.random.default_rng(3), ops=120), nodes(1, 3)
+    rng, weights = np.random.default_rng(1), Weights(ratio=2.0)
+    graph, cluster = layered(rng, ops=300, weights=weights), nodes(2, 4)
 
     def found(evaluations: int, start: Placement | None = None) -> dict[bool, float]:
         """Return the best predicted step of the warm start, True, and of the other candidates."""

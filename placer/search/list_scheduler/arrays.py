@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from envs.compiled import by_pointer
 from envs.problem import Bools, Floats, Ints, Problem, Singles
 from envs.simulator.bounds import levels
-from placer.search.list_scheduler.siblings import sibling_edges
 from placer.search.list_scheduler.soft_log import soft_log
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
@@ -22,6 +21,9 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
 """Order score of the op with the highest upward rank when all learned weights are zero."""
+MOST_CONSUMERS: Final = 4
+MOST_INPUTS: Final = 4
+"""Siblings of an op are so many first inputs of so many first consumers."""
 LANES: Final = 8
 """Rows of devices are filled up to a multiple of so many, which a loop takes together."""
 
@@ -129,7 +131,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     any_device = roomy and bool(
         allowed.all() and problem.connected.all() and problem.graph.group.max() < 0
     )
-    sibling_start, siblings = sibling_edges(start, successors, predecessor_start, predecessors)
+    sibling_start, siblings = _sibling_edges(start, successors, predecessor_start, predecessors)
     queue = np.array(problem.queue, np.int32)
     out_queue = queue.max(axis=1)
     queue_count = int(problem.queue_count)
@@ -184,6 +186,28 @@ def filled_up(rows: NDArray[ScalarT], value: float = 0) -> NDArray[ScalarT]:
     missing = -rows.shape[-1] % LANES
     widths = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
     return np.pad(rows, widths, constant_values=value)
+
+
+def _sibling_edges(
+    successor_start: Ints, successors: Ints, predecessor_start: Ints, predecessors: Ints
+) -> tuple[Ints, Ints]:
+    """Return where the siblings of each op begin (N + 1,), and the edges from them (S,).
+
+    Siblings of an op are the other inputs of its consumers, which it should be near to. Edges are
+    numbered by target.
+    """
+    fan_out = np.diff(successor_start)
+    place = np.arange(len(successors)) - np.repeat(successor_start[:-1], fan_out)
+    ops = np.repeat(np.arange(len(fan_out)), fan_out)[place < MOST_CONSUMERS]
+    consumers = successors[place < MOST_CONSUMERS]
+    sizes = np.minimum(np.diff(predecessor_start)[consumers], MOST_INPUTS)
+    edges = np.arange(sizes.sum())
+    edges += np.repeat(predecessor_start[consumers] - (np.cumsum(sizes) - sizes), sizes)
+    ops = np.repeat(ops, sizes)
+    is_other = predecessors[edges] != ops
+    start = np.zeros(len(fan_out) + 1, np.int32)
+    start[1:] = np.cumsum(np.bincount(ops[is_other], minlength=len(fan_out)))
+    return start, edges[is_other].astype(np.int32)
 
 
 def _heaviest_inputs(predecessors: Ints, fan_in: Ints, edge_ns: Singles) -> Ints:

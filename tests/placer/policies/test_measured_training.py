@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from envs.executors.cores.errors import WorkerError
-from envs.problem import Problem
+from envs.problem import Floats, Ints, Problem
+from envs.simulator import Simulator
+from envs.simulator.schedule import run_order
 from graphs.extract import Workload
 from placer.cli.main import main
 from placer.policies import load
@@ -51,13 +53,27 @@ def decoders_on(
     return MeasuredDecoders(exercise(problem, "measured"), order, devices), machine  # type: ignore[arg-type]
 
 
+def in_simulated_order(problem: Problem, devices: Ints, priority: Floats) -> tuple[Ints, Floats]:
+    """Return a placement that runs its ops in the order in which the simulator would."""
+    order = run_order(problem, Simulator(problem).run(devices, priority).start_ns)
+    ranks = np.zeros(len(devices))
+    ranks[order] = -np.arange(len(devices))
+    return devices, ranks
+
+
 def test_costs_are_those_of_the_machine_and_not_of_the_simulator() -> None:
     decoders, machine = decoders_on((1.0, 3.0, 3.0))
     weights = HEFT + np.random.default_rng(0).normal(size=(5, WEIGHT_COUNT))
     costs = decoders.costs(np.zeros(5, np.int64), weights)
     devices, priority, simulated = decoders.evaluator.decode(weights)
-    steps = machine.simulator.step_ns(devices, priority)
-    assert costs == pytest.approx(steps, rel=0.05)  # in the simulated order
+    problem = decoders.evaluator.problem
+    steps = np.array(
+        [
+            machine.simulator.step_ns(*in_simulated_order(problem, own, rank))[0]
+            for own, rank in zip(devices, priority, strict=True)
+        ]
+    )
+    assert costs == pytest.approx(steps, rel=0.005)
     assert (steps > 1.2 * simulated).any()
     known = {c.name: c.step_ns for c in decoders.item.known}
     assert min(known.values()) == decoders.item.reference_ns
