@@ -95,7 +95,8 @@ are not negative, the order is theirs: loops over integers can keep the least of
 once, those over floating-point numbers not."""
 
 fraction_bits = cast("Callable[[np.float32], int]", _fraction_bits)
-"""Return the last 23 of :func:`bits_of`, those after the leading one of a number's binary form."""
+"""Return the last 23 of :func:`bits_of`, those after the leading one of a number's binary form. The
+operator & would widen them to 64 bits, and halve the items that a loop takes together."""
 
 from_bits = cast("Callable[[int], np.float32]", _from_bits)
 """Return the number of single precision that has 32 bits; for compiled callers only."""
