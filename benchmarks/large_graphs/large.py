@@ -38,6 +38,7 @@ from benchmarks.tables import Table, spread
 from envs.simulator.bounds import lower_bound_ns
 from placer.policies import load
 from placer.policies.pool import Exercise
+from placer.search.candidate import Kind
 from placer.search.compilation import load_compiled_code
 from placer.search.evolution import Proposer
 from placer.search.list_scheduler.decoder import HEFT, decode_batch
@@ -132,11 +133,13 @@ def of_workers(
 def _speeds(trace: SearchTrace) -> tuple[int, float, float]:
     """Return the evaluations of a search, and those per second of evolution and of annealing."""
     parts = list(trace.parts.values())
-    evolution, annealing = (
-        (part.evaluations - before.evaluations) / (part.seconds - before.seconds)
-        for before, part in pairwise(parts[-3:])
-    )
-    return parts[-1].evaluations, evolution, annealing
+    before = {part.name: earlier for earlier, part in pairwise(parts)}
+
+    def rate(kind: Kind) -> float:
+        part, earlier = trace.parts[kind.value], before[kind.value]
+        return (part.evaluations - earlier.evaluations) / (part.seconds - earlier.seconds)
+
+    return parts[-1].evaluations, rate(Kind.EVOLUTION), rate(Kind.ANNEALING)
 
 
 def workers_table(found: Mapping[str, Mapping[str, Sequence[float]]], budget: Budget) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,16 +104,14 @@ def _workspace(
 def _costs(
     graph: GraphArrays, running: NDArray[np.int64], starts: NDArray[np.intp]
 ) -> list[dict[str, float]]:
-    """Return seconds by kind where they are known for all ops of a group; a sum is rounded once."""
-    bounds = [*starts.tolist(), len(running)]
+    """Return seconds by kind where they are known for all ops of a group."""
     costs: list[dict[str, float]] = [{} for _ in starts]
     for kind, cost_s in graph.cost_s.items():
         named = np.maximum.reduceat(~np.isnan(cost_s[running]), starts)
         seconds = (cost_s if kind == ANY_KIND else graph.costs_for(kind))[running]
         known = ~np.maximum.reduceat(np.isnan(seconds), starts)
-        values = seconds.tolist()
-        for g in np.flatnonzero(named & known).tolist():
-            costs[g][kind] = math.fsum(values[bounds[g] : bounds[g + 1]])
+        for g, total_s in _sums_in(seconds, starts, named & known):
+            costs[g][kind] = total_s
     return costs
 
 
@@ -124,15 +122,13 @@ def _loaded_costs(
     costs: list[dict[str, float]],
 ) -> list[dict[str, float]]:
     """Return loaded seconds by kind where some op of a group has them; others cost the same."""
-    bounds = [*starts.tolist(), len(running)]
     loaded: list[dict[str, float]] = [{} for _ in starts]
     for kind in graph.loaded_cost_s:
         cost_s, loaded_s = graph.costs_for(kind)[running], graph.loaded_costs_for(kind)[running]
         some = np.maximum.reduceat(~np.isnan(loaded_s), starts)
-        values = np.where(np.isnan(loaded_s), cost_s, loaded_s).tolist()
-        for g in np.flatnonzero(some).tolist():
+        seconds = np.where(np.isnan(loaded_s), cost_s, loaded_s)
+        for g, total_s in _sums_in(seconds, starts, some):
             if kind in costs[g]:
-                total_s = math.fsum(values[bounds[g] : bounds[g + 1]])
                 loaded[g][kind] = max(total_s, costs[g][kind])
     return loaded
 
@@ -144,16 +140,23 @@ def _launches(
     costs: list[dict[str, float]],
 ) -> list[dict[str, float]]:
     """Return the seconds that issuing all ops of a group takes, by kind where all are known."""
-    bounds = [*starts.tolist(), len(running)]
     launches: list[dict[str, float]] = [{} for _ in starts]
     for kind in graph.launch_s:
         launch_s = graph.launches_for(kind)[running]
         known = ~np.maximum.reduceat(np.isnan(launch_s), starts)
-        values = launch_s.tolist()
-        for g in np.flatnonzero(known).tolist():
+        for g, total_s in _sums_in(launch_s, starts, known):
             if kind in costs[g]:
-                launches[g][kind] = math.fsum(values[bounds[g] : bounds[g + 1]])
+                launches[g][kind] = total_s
     return launches
+
+
+def _sums_in(
+    seconds: NDArray[np.float64], starts: NDArray[np.intp], chosen: NDArray[np.bool_]
+) -> Iterator[tuple[int, float]]:
+    """Yield the chosen groups with the sums over their ops, each rounded once."""
+    bounds, values = [*starts.tolist(), len(seconds)], seconds.tolist()
+    for g in np.flatnonzero(chosen).tolist():
+        yield g, math.fsum(values[bounds[g] : bounds[g + 1]])
 
 
 def _edges(graph: GraphArrays, group_of: NDArray[np.int64]) -> dict[tuple[int, int], int]:

@@ -18,10 +18,9 @@ from placer.search.list_scheduler.partial_schedule import (
     bar_devices,
     gather_inputs,
 )
-from placer.search.list_scheduler.sight import DEVICE_SIGHT_COUNT, Sight, add_sight
+from placer.search.list_scheduler.sight import DEVICE_SIGHT_COUNT, FARTHEST, Sight, add_sight
 from placer.search.list_scheduler.soft_log import soft_log_of
 
-FARTHEST_FINISH: Final = np.float32(10.0)
 _NO_BITS: Final = cast("int", np.int32(np.iinfo(np.int32).max))
 _NO_KEY: Final = np.iinfo(np.int64).min
 _LOW_BITS: Final = (1 << 32) - 1
@@ -114,7 +113,7 @@ def _fill_scores(
         data, load = schedule.inputs[0, d], schedule.load[d]
         regret = (end - least_end) * unit
         queued = max(schedule.queue_free[index(o.out_queue[d])] - begin, ZERO)
-        value = schedule.sight_value[d] + u[1] * min(regret, FARTHEST_FINISH)
+        value = schedule.sight_value[d] + u[1] * min(regret, FARTHEST)
         value += of_sight * soft_log_of(schedule.sight_regret[d])
         value += u[0] * soft_log_of(regret)
         value += u[2] * soft_log_of((begin - least_begin) * unit)

@@ -38,6 +38,7 @@ OF_PLAN: Final = np.array([0, 1, 2, 5, 6, 7])
 REPEATING: Final = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
 """Weights to begin with in sight of a plan, near which they keep."""
 FARTHEST: Final = np.float32(10.0)
+"""Largest regret of a feature that grows with it, in units of the scale."""
 PRICED_OPS: Final = 1000
 PRICE_ROUNDS: Final = 60
 
