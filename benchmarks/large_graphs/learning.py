@@ -9,7 +9,8 @@ of N decodes also has two thirds as many moves of annealing, as the shares of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,6 +58,17 @@ def proposers() -> dict[str, Proposer | None]:
         "random weights": RandomWeights(),
         **{name: load(name) for name in POLICIES},
     }
+
+
+def training_seeds() -> dict[str, Proposer | None]:
+    """Return initial weights, and the policies of every training seed alone."""
+    found: dict[str, Proposer | None] = {"initial weights": Initial()}
+    for name in POLICIES:
+        policy = load(name)
+        seeds = [policy.card["seed"], *policy.card["others"]]
+        alone = [replace(policy, others=()), *policy.others]
+        found |= {f"{name}, seed {k}": each for k, each in zip(seeds, alone, strict=True)}
+    return found
 
 
 def budget_of(amount: float, item: Exercise, *, seconds: bool) -> Budget:
@@ -111,15 +123,22 @@ def learning_table(
 
 
 def parts(effort: Effort, problems: Sequence[Large], unseen: Sequence[Large]) -> dict[str, Part]:
-    """Return the parts: equal decodes, equal time, and both on problems kept for the end."""
+    """Return the parts: equal decodes, equal time, both on problems kept for the end, and seeds."""
     seeds = effort.seed_count(quick=1, normal=1, full=5)
     decodes = DECODES[: effort.pick(quick=1, normal=3, full=3)]
     lengths = SECONDS[: effort.pick(quick=1, normal=2, full=3)]
 
-    def part(title: str, of: Sequence[Large], seconds: bool, out: dict[str, Any]) -> Table:
+    def part(
+        title: str,
+        of: Sequence[Large],
+        seconds: bool,
+        out: dict[str, Any],
+        kinds: Callable[[], Mapping[str, Proposer | None]] = proposers,
+        most: int = len(SECONDS),
+    ) -> Table:
         load_compiled_code()
-        amounts = lengths if seconds else decodes
-        found = compared(proposers(), of, amounts, seeds, seconds=seconds)
+        amounts = (lengths if seconds else decodes)[:most]
+        found = compared(kinds(), of, amounts, seeds, seconds=seconds)
         for amount, of_amount in found.items():
             out[f"{amount:g}"] = {own.name: own.to_dict() for own in of_amount}
         out["problems"] = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in of]
@@ -131,4 +150,7 @@ def parts(effort: Effort, problems: Sequence[Large], unseen: Sequence[Large]) ->
         "seconds": partial(part, "Learning, equal time", problems, True),
         "unseen-decodes": partial(part, f"Learning, equal decodes, {kept}", unseen, False),
         "unseen-seconds": partial(part, f"Learning, equal time, {kept}", unseen, True),
+        "training-seeds": partial(
+            part, "Learning, each training seed", problems, True, kinds=training_seeds, most=1
+        ),
     }

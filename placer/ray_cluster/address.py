@@ -7,7 +7,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -15,12 +16,23 @@ LOOPBACK: Final = "127.0.0.1"
 SCHEME: Final = "ray://"
 PORT: Final = 6379
 """Port of the head of a cluster that ``ray start --head`` starts."""
-ANSWER_S: Final = 8.0
-"""Time in which the head of a cluster must answer."""
+ANSWER_S: Final = 6.0
+"""Time in which the head of a cluster must answer; a new process takes some seconds before."""
 
 
 class ClusterError(ConnectionError, ValueError):
     """The cluster that was asked for cannot be used, or one of its nodes."""
+
+
+class NodesLostError(ConnectionError):
+    """A cluster has lost all nodes with processors.
+
+    ``found`` are the results that came before, None for the other tasks.
+    """
+
+    def __init__(self, found: Sequence[Any]) -> None:
+        super().__init__("the Ray cluster has lost all nodes with processors")
+        self.found = found
 
 
 def address_of(workers: str) -> str:
@@ -59,6 +71,7 @@ def _check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ClusterError(f"{address!r} is no address of a Ray cluster: give {SCHEME}HOST:{PORT}")
+    end_s = time.monotonic() + ANSWER_S
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, OverflowError) as error:
@@ -68,7 +81,7 @@ def _check_answers(address: str) -> None:
     outcomes: list[Exception | None] = []
     probe = threading.Thread(target=_probe, args=(address, outcomes), daemon=True)
     probe.start()
-    probe.join(ANSWER_S)
+    probe.join(max(end_s - time.monotonic(), 0.0))
     if not outcomes:
         raise ClusterError(
             f"what answers at {address} is no head of a Ray cluster; its port is {PORT} unless "

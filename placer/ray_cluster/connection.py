@@ -17,6 +17,7 @@ from graphs.text import first_line
 from placer.ray_cluster.address import (
     SCHEME,
     ClusterError,
+    NodesLostError,
     connect,
     last_line,
     signal_handlers_kept,
@@ -150,7 +151,8 @@ class RayCluster:
 
         Raises:
             OSError: a task cannot begin, or its processes died MOST_DEATHS times.
-            ConnectionError: no node with processors is left, or this machine's does not answer.
+            NodesLostError: no node with processors is left.
+            ConnectionError: this machine's node does not answer.
         """
         found: list[T | None] = [None] * len(tasks)
         deaths = [0] * len(tasks)
@@ -171,7 +173,7 @@ class RayCluster:
                         check_task_deaths(deaths[number], error)
                         waiting[begin(number)] = number
                 if waiting and not self.processors:
-                    raise ConnectionError("the Ray cluster has lost all nodes with processors")
+                    raise NodesLostError(found)
         finally:
             with suppress(self._ray.exceptions.RayError):
                 for reference in waiting:

@@ -17,7 +17,7 @@ import numpy as np
 
 from envs.problem import Problem
 from envs.simulator.max_load import max_load_ns
-from placer.ray_cluster.address import ClusterError
+from placer.ray_cluster.address import ClusterError, NodesLostError
 from placer.ray_cluster.connection import START_S
 from placer.search.candidate import Candidate, Kind, distinct
 from placer.search.compilation import load_compiled_beam, load_compiled_code
@@ -133,11 +133,18 @@ class Islands:
 
     def _round(self, search: _Search, shared: Any, number: int) -> None:
         tasks = search.tasks(number, self.nodes.processors)
-        should_end = _RoundEnd(search, number, tasks).is_due
-        for found in self.nodes.run(island, shared, tasks, should_end):
+        should_end, lost = _RoundEnd(search, number, tasks).is_due, None
+        results: Sequence[tuple[list[Candidate], int] | None]
+        try:
+            results = self.nodes.run(island, shared, tasks, should_end)
+        except NodesLostError as error:
+            results, lost = error.found, error
+        for found in results:
             if found is not None:
                 search.keep(*found)
         search.note()
+        if lost is not None:
+            raise lost
 
 
 class _Search:

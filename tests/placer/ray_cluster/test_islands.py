@@ -12,7 +12,7 @@ import torch
 from envs.simulator.max_load import max_load_ns
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
-from placer.ray_cluster.address import ClusterError
+from placer.ray_cluster.address import ClusterError, NodesLostError
 from placer.ray_cluster.connection import START_S
 from placer.ray_cluster.islands import (
     GRACE_S,
@@ -159,6 +159,24 @@ class Losing(InTurn):
         if self.calls == 3:
             raise self.error
         return super().run(*arguments)
+
+
+class LosingAfterOne(InTurn):
+    """Loses all nodes after the first search."""
+
+    def run(self, function: Any, shared: Any, tasks: Any, should_end: Any = None) -> list[Any]:
+        del should_end
+        found = super().run(function, shared, tasks[:1])
+        if tasks[0]:
+            raise NodesLostError([*found, None])
+        return found
+
+
+def test_a_search_that_finished_before_all_nodes_were_lost_is_kept() -> None:
+    recorded, request = Recorded(), SearchRequest(PROBLEM, Budget(evaluations=4000))
+    [found] = Islands(recorded, LosingAfterOne()).place(request)
+    assert found.name == "HEFT"
+    assert len(recorded.requests) == 1
 
 
 def test_what_was_found_is_kept_when_all_nodes_are_lost() -> None:
