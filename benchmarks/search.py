@@ -184,18 +184,23 @@ def score_table(title: str, seeds: int, found: Iterable[Scores]) -> Table:
     return Table(f"Search, {title}", note, ("search algorithm", "ratio"), rows)
 
 
+def alone(policy: Policy) -> dict[str, Policy]:
+    """Return the policy of each training seed by the seed's name."""
+    seeds = [policy.card["seed"], *policy.card["others"]]
+    members = [replace(policy, others=()), *policy.others]
+    return {f"seed {seed}": member for seed, member in zip(seeds, members, strict=True)}
+
+
 def each_training_seed(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
 ) -> Table:
     """Measure the gain of learning separately for each training seed."""
     budget = Budget(seconds=SHORT_S[0])
-    numbers = [policy.card["seed"], *policy.card["others"]]
-    alone = [replace(policy, others=()), *policy.others]
     initial = searched("initial weights", Portfolio(Initial()), problems, budget, seeds)
     unlearnt = searched("without a policy", Portfolio(), problems, budget, seeds)
     own = [
-        searched(f"seed {number}", Portfolio(member), problems, budget, seeds)
-        for number, member in zip(numbers, alone, strict=True)
+        searched(name, Portfolio(member), problems, budget, seeds)
+        for name, member in alone(policy).items()
     ]
     mean = float(np.exp(np.mean([np.log(each.median()) for each in own])))
     out |= {each.name: each.to_dict() for each in (initial, unlearnt, *own)}

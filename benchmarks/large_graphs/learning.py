@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.quality import Scores, step_ns
 from benchmarks.record import Effort, Part
-from benchmarks.search import POLICIES, Initial
+from benchmarks.search import POLICIES, Initial, alone
 from benchmarks.tables import Table, spread
 from placer.policies import load
 from placer.policies.pool import Exercise
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
 DECODES: Final = (16, 64, 256)
 SECONDS: Final = (1.0, 5.0, 30.0)
+DECODE, SECOND = "decodes", "s"
+"""Units of budgets."""
 PROPOSALS: Final = 5
 
 
@@ -64,10 +65,7 @@ def training_seeds() -> dict[str, Proposer | None]:
     """Return initial weights, and the policies of every training seed alone."""
     found: dict[str, Proposer | None] = {"initial weights": Initial()}
     for name in POLICIES:
-        policy = load(name)
-        seeds = [policy.card["seed"], *policy.card["others"]]
-        alone = [replace(policy, others=()), *policy.others]
-        found |= {f"{name}, seed {k}": each for k, each in zip(seeds, alone, strict=True)}
+        found |= {f"{name}, {seed}": member for seed, member in alone(load(name)).items()}
     return found
 
 
@@ -131,26 +129,33 @@ def parts(effort: Effort, problems: Sequence[Large], unseen: Sequence[Large]) ->
     def part(
         title: str,
         of: Sequence[Large],
-        seconds: bool,
+        amounts: Sequence[float],
+        unit: str,
         out: dict[str, Any],
+        *,
         kinds: Callable[[], Mapping[str, Proposer | None]] = proposers,
-        most: int = len(SECONDS),
     ) -> Table:
         load_compiled_code()
-        amounts = (lengths if seconds else decodes)[:most]
-        found = compared(kinds(), of, amounts, seeds, seconds=seconds)
+        found = compared(kinds(), of, amounts, seeds, seconds=unit == SECOND)
         for amount, of_amount in found.items():
             out[f"{amount:g}"] = {own.name: own.to_dict() for own in of_amount}
         out["problems"] = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in of]
-        return learning_table(title, of, found, unit="s" if seconds else "decodes")
+        return learning_table(title, of, found, unit=unit)
 
     kept = "problems kept for the end"
     return {
-        "decodes": partial(part, "Learning, equal decodes", problems, False),
-        "seconds": partial(part, "Learning, equal time", problems, True),
-        "unseen-decodes": partial(part, f"Learning, equal decodes, {kept}", unseen, False),
-        "unseen-seconds": partial(part, f"Learning, equal time, {kept}", unseen, True),
+        "decodes": partial(part, "Learning, equal decodes", problems, decodes, DECODE),
+        "seconds": partial(part, "Learning, equal time", problems, lengths, SECOND),
+        "unseen-decodes": partial(
+            part, f"Learning, equal decodes, {kept}", unseen, decodes, DECODE
+        ),
+        "unseen-seconds": partial(part, f"Learning, equal time, {kept}", unseen, lengths, SECOND),
         "training-seeds": partial(
-            part, "Learning, each training seed", problems, True, kinds=training_seeds, most=1
+            part,
+            "Learning, each training seed",
+            problems,
+            lengths[:1],
+            SECOND,
+            kinds=training_seeds,
         ),
     }

@@ -133,18 +133,13 @@ class Islands:
 
     def _round(self, search: _Search, shared: Any, number: int) -> None:
         tasks = search.tasks(number, self.nodes.processors)
-        should_end, lost = _RoundEnd(search, number, tasks).is_due, None
-        results: Sequence[tuple[list[Candidate], int] | None]
+        should_end = _RoundEnd(search, number, tasks).is_due
         try:
-            results = self.nodes.run(island, shared, tasks, should_end)
+            found = self.nodes.run(island, shared, tasks, should_end)
         except NodesLostError as error:
-            results, lost = error.found, error
-        for found in results:
-            if found is not None:
-                search.keep(*found)
-        search.note()
-        if lost is not None:
-            raise lost
+            search.keep_all(error.found)
+            raise
+        search.keep_all(found)
 
 
 class _Search:
@@ -192,8 +187,11 @@ class _Search:
         others = [each for each in ranking if each.devices.tobytes() not in known]
         self.others = distinct(others, self.most_others)
 
-    def note(self) -> None:
-        """Report the best candidate so far."""
+    def keep_all(self, found: Sequence[tuple[list[Candidate], int] | None]) -> None:
+        """Add what the islands of a round found, and report the best candidate so far."""
+        for each in found:
+            if each is not None:
+                self.keep(*each)
         if self.best:
             self.meter.note(self.best[0].kind.value, _cost_ns(self.request, self.best[0]))
 

@@ -51,7 +51,7 @@ _helper: subprocess.Popen[bytes] | None = None
 @cache
 def load_compiled_code() -> None:
     """Compile the code of a search (once per installation), or load it from the cache."""
-    with compiled_beside():
+    with compiled_beside(), _rare_collections():
         problem = toy_problem()
         _simulated(problem)
         _scheduled(problem)
@@ -62,7 +62,8 @@ def load_compiled_beam() -> None:
     """Do the same for the code of beam searches, which only some problems need."""
     problem = toy_problem()
     start_ns = np.zeros(problem.op_count)
-    beam.Beam(Evaluator(problem).scheduling, 1).search(start_ns, urgency=0.0, eager=True)
+    with _rare_collections():
+        beam.Beam(Evaluator(problem).scheduling, 1).search(start_ns, urgency=0.0, eager=True)
 
 
 def is_compiled() -> bool:
@@ -91,7 +92,7 @@ def compilation_stage(progress: Progress) -> Iterator[None]:
 def compiled_beside() -> Iterator[bool]:
     """Let a helper process, if any can be started, compile as well; yield False if all is cached.
 
-    The helper ends with the block, in which garbage is collected more rarely.
+    The helper ends with the block.
     """
     global _helper  # noqa: PLW0603 - one helper at a time is enough
     if is_compiled():
@@ -101,8 +102,7 @@ def compiled_beside() -> Iterator[bool]:
         started = _start_helper() if _helper is None else None
         _helper = started or _helper
     try:
-        with _rare_collections():
-            yield True
+        yield True
     finally:
         if started is not None:
             _helper = None
@@ -112,7 +112,7 @@ def compiled_beside() -> Iterator[bool]:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage more rarely in a block; this saves an eighth of the compile time."""
+    """Collect garbage more rarely in a block that compiles."""
     threshold, *older = gc.get_threshold()
     gc.set_threshold(max(threshold, COLLECTION_THRESHOLD) if threshold else 0, *older)
     try:

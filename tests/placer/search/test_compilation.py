@@ -39,18 +39,14 @@ def test_nobody_helps_where_everything_is_on_disk_or_one_core_is_there(
         assert compilation._helper is None
 
 
-def test_garbage_is_collected_more_rarely_while_code_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compilation, "is_cached", lambda _: False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+def test_garbage_is_collected_more_rarely_while_code_is_compiled() -> None:
     before = gc.get_threshold()
-    with compilation.compiled_beside(), compilation.compiled_beside():
+    with compilation._rare_collections(), compilation._rare_collections():
         assert gc.get_threshold()[0] == compilation.COLLECTION_THRESHOLD > before[0]
     assert gc.get_threshold() == before
     gc.set_threshold(0)
     try:
-        with compilation.compiled_beside():
+        with compilation._rare_collections():
             assert gc.get_threshold()[0] == 0  # never, as its caller wants it
     finally:
         gc.set_threshold(*before)
