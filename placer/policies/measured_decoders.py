@@ -39,6 +39,7 @@ GROUP_SIZE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""
 GROUP_SIZE_ON_NODES: Final = 2
 """Placements in a group that runs on one of several nodes, where groups run side by side."""
+NO_TIME: Final = "its time is no number"
 
 
 class Measuring(Protocol):
@@ -125,8 +126,8 @@ class MeasuredDecoders:
         if not fitting:
             raise ValueError("no heuristic placement fits into memory: add a device")
         placements = [self._placement(c.devices, c.priority) for c in fitting]
-        [runs] = self._devices.measure([[placement for _, placement in placements]])
-        busy = contended(runs)
+        runs = self._heuristics([placement for _, placement in placements])
+        busy = contended([run for run in runs if run.ok])
         steps_s = [run.step_s(contended=busy) for run in runs]
         best = int(np.argmin(steps_s))
         if not runs[best].ok:
@@ -215,6 +216,27 @@ class MeasuredDecoders:
         """Stop the workers."""
         self._devices.close()
 
+    def _run(self, groups: Sequence[Sequence[Placement]]) -> list[list[Measurement]]:
+        """Measure groups; what ran in no finite time has failed."""
+        return [
+            [run if _is_timed(run) else replace(run, failure=NO_TIME) for run in runs]
+            for runs in self._devices.measure(groups)
+        ]
+
+    def _heuristics(self, placements: Sequence[Placement]) -> list[Measurement]:
+        """Measure placements in the same rounds, without those that cannot be run."""
+        [runs] = self._run([placements])
+        if all(run.ok for run in runs):
+            return runs
+        # One of them may have taken the devices down with it: try each by itself.
+        alone = [run for [run] in self._run([[placement] for placement in placements])]
+        fine = [k for k, run in enumerate(alone) if run.ok]
+        if fine:
+            [together] = self._run([[placements[k] for k in fine]])
+            for k, run in zip(fine, together, strict=True):
+                alone[k] = run
+        return alone
+
     def _measure(self, new: Mapping[bytes, Placement]) -> None:
         keys, most = list(new), self._devices.group_size
         groups = [keys[first : first + most] for first in range(0, len(keys), most)]
@@ -222,7 +244,7 @@ class MeasuredDecoders:
         for group in (group for group, reason in zip(groups, why, strict=True) if reason):
             # One of them may have taken the devices down with it: try each by itself.
             reasons = self._beside_reference([[key] for key in group], new)
-            if all(reasons) and not self._devices.measure([[self._reference]])[0][0].ok:
+            if all(reasons) and not self._run([[self._reference]])[0][0].ok:
                 raise WorkerError(f"the best heuristic cannot be run: {reasons[-1]}")
 
     def _beside_reference(
@@ -231,9 +253,7 @@ class MeasuredDecoders:
         """Measure groups with the reference; return why it failed in each, with the group."""
         placements = [[self._reference, *(new[key] for key in group)] for group in groups]
         reasons = []
-        for group, (reference, *runs) in zip(
-            groups, self._devices.measure(placements), strict=True
-        ):
+        for group, (reference, *runs) in zip(groups, self._run(placements), strict=True):
             self._remember(group, runs, reference)
             reasons.append("" if reference.ok else reference.failure or "it was not measured")
         return reasons
@@ -265,3 +285,8 @@ class MeasuredDecoders:
         made_by = MadeBy(placer="policy", version=VERSION)
         placement = Placement.of(problem.graph, problem.cluster, devices, ranks, made_by)
         return devices.tobytes() + ranks.tobytes(), placement
+
+
+def _is_timed(run: Measurement) -> bool:
+    """Return whether all times of a run are finite; also if it failed and has none."""
+    return bool(np.isfinite(run.wall_s).all() and np.isfinite(run.cpu_clock_s).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from envs.executors.cores.errors import WorkerError
+from envs.placement import Placement
 from envs.problem import Floats, Ints, Problem
 from envs.simulator import Simulator
 from envs.simulator.schedule import run_order
@@ -45,10 +46,18 @@ def build():
 
 
 def decoders_on(
-    factors: Sequence[float], problem: Problem | None = None
+    factors: Sequence[float],
+    problem: Problem | None = None,
+    *,
+    spoilt: Callable[[Placement], bool] | None = None,
+    taken: float | None = None,
 ) -> tuple[MeasuredDecoders, Machine]:
+    """Return decoders on a machine; placements that are spoilt end the others, or take no time."""
     problem = problem or random_problem(3, ops=60, devices=len(factors))
     machine, order = Machine(problem, factors), Order()
+    machine.spoilt = spoilt or machine.spoilt
+    if taken is not None:
+        machine.times_spoilt = lambda run: np.full_like(run, taken)
     devices = OnThisMachine(machine)  # type: ignore[arg-type]
     return MeasuredDecoders(exercise(problem, "measured"), order, devices), machine  # type: ignore[arg-type]
 
@@ -116,6 +125,45 @@ def test_a_placement_that_fails_or_has_no_time_is_worst_and_the_others_count(
     assert 1 <= alike.sum() < 6
     assert (costs[alike] == decoders.item.reference_ns * CANNOT_RUN).all()
     assert costs[~alike] == pytest.approx(expected[~alike], rel=0.01)
+
+
+@pytest.mark.parametrize("taken", [None, np.nan])
+@pytest.mark.parametrize("which", ["the best", "another"])
+def test_heuristics_that_fail_or_have_no_time_are_left_out(which: str, taken: float | None) -> None:
+    expected, _ = decoders_on((1.0, 1.0))
+    ranked = sorted(expected.item.known, key=lambda c: c.step_ns)
+    bad = ranked[0] if which == "the best" else ranked[-1]
+    decoders, _ = decoders_on(
+        (1.0, 1.0),
+        spoilt=lambda own: own.arrays()[0].tolist() == bad.devices.tolist(),
+        taken=taken,
+    )
+    found = {c.name: c.step_ns for c in decoders.item.known}
+    for candidate in expected.item.known:
+        if candidate.devices.tolist() == bad.devices.tolist():
+            assert found[candidate.name] == decoders.item.reference_ns * CANNOT_RUN
+        else:
+            assert found[candidate.name] == pytest.approx(candidate.step_ns, rel=0.01)
+    assert decoders.item.reference_ns == min(found.values())
+
+
+@pytest.mark.parametrize("taken", [None, np.nan])
+def test_without_a_heuristic_that_can_be_run_there_is_no_training(taken: float | None) -> None:
+    with pytest.raises(WorkerError, match="cannot be run: it"):
+        decoders_on((1.0, 1.0), spoilt=lambda _: True, taken=taken)
+
+
+def test_a_reference_that_has_no_time_once_spoils_no_placement() -> None:
+    decoders, machine = decoders_on((1.0, 1.0))
+    weights = HEFT + np.random.default_rng(1).normal(size=(6, WEIGHT_COUNT))
+    expected = decoders_on((1.0, 1.0))[0].costs(np.zeros(6, np.int64), weights)
+    best, groups = decoders._reference.arrays()[0].tolist(), len(machine.batches)
+    machine.spoilt = lambda own: (
+        own.arrays()[0].tolist() == best and len(machine.batches) == groups + 1
+    )
+    machine.times_spoilt = lambda run: np.full_like(run, np.nan)
+    costs = decoders.costs(np.zeros(6, np.int64), weights)
+    assert costs == pytest.approx(expected, rel=0.01)
 
 
 def test_a_lone_placement_that_takes_the_devices_down_is_worst() -> None:
