@@ -4,7 +4,7 @@
 
 A name is that of a benchmark, or of one of its parts: ``search`` or ``search:unseen``. All of them
 take about two hours; with ``--quick``, which does less of everything, a few minutes; with
-``--full``, which has more seeds and longer searches, four hours. ``--out`` keeps all numbers as
+``--full``, which has more seeds and longer searches, most of a day. ``--out`` keeps all numbers as
 JSON, ``--markdown`` replaces the tables between two markers of a page.
 Benchmarks that need a GPU are in ``benchmarks.gpu``.
 """
@@ -113,7 +113,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="less of everything: a few minutes")
-    level.add_argument("--full", action="store_true", help="more seeds, longer searches: 4 hours")
+    level.add_argument(
+        "--full", action="store_true", help="more seeds, longer searches: most of a day"
+    )
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds of searches and trainings")
     parser.add_argument(
         "--limit", type=float, default=math.inf, metavar="SECONDS", help="time limit of the run"

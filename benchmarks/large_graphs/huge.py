@@ -1,6 +1,7 @@
 """Search of graphs with 100,000 and 1,000,000 ops: steps, time and memory.
 
-    python -m benchmarks huge [--quick | --full] [--seeds N]
+    python -m benchmarks huge:graphs [--quick | --full] [--seeds N]
+    python -m benchmarks huge:learning
 
 The step is compared with the best of {single device, HEFT, ETF}, with HEFT, and with a lower bound
 that no placement may reach. Everything is simulated, with the default policy, on one core. Seconds
@@ -17,7 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from benchmarks.instances import Machine
+from benchmarks.large_graphs.learning import proposers
 from benchmarks.large_graphs.problems import (
     Large,
     inceptions_graph,
@@ -37,6 +41,8 @@ from placer.search.compilation import load_compiled_code
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, Placer, SearchRequest
 
+LEARNING: Final = 5
+"""The first of HUGE, on which proposals are compared."""
 COLUMNS: Final = ("problem", "of best", "of HEFT", "bound of best", "s", "GB")
 
 
@@ -108,8 +114,24 @@ def huge_table(found: dict[str, dict[str, Any]]) -> Table:
     return Table("Search, huge graphs", note, COLUMNS, rows)
 
 
+def learning_table(found: dict[str, dict[str, list[float]]]) -> Table:
+    """Return a row for each kind of proposals, from {proposals: {problem: steps of all seeds}}."""
+    names = list(next(iter(found.values())))
+    rows = tuple(
+        (
+            kind,
+            *(spread(sorted(of[name]), ".3f") for name in names),
+            f"{np.exp(np.mean([np.log(of[name]).mean() for name in names])):.3f}",
+        )
+        for kind, of in found.items()
+    )
+    note = "step / best of {single device, HEFT, ETF}"
+    columns = ("proposals", *names, "geometric mean")
+    return Table("Learning, 100,000 ops", note, columns, rows)
+
+
 def parts(effort: Effort) -> dict[str, Part]:
-    """Return the only part."""
+    """Return the parts: steps, time and memory; and what learning is worth."""
     seeds = effort.seed_count(quick=1, normal=1, full=3)
     items: Sequence[Huge] = effort.pick(quick=QUICK, normal=HUGE, full=HUGE)
 
@@ -120,4 +142,12 @@ def parts(effort: Effort) -> dict[str, Part]:
             out[item.name] = searched(placer, item, seeds)
         return huge_table(out)
 
-    return {"graphs": graphs}
+    def learning(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        equal = effort.pick(quick=QUICK, normal=HUGE[:LEARNING], full=HUGE[:LEARNING])
+        for kind, proposer in proposers().items():
+            placer = Portfolio(proposer)
+            out[kind] = {item.name: searched(placer, item, seeds)["steps"] for item in equal}
+        return learning_table(out)
+
+    return {"graphs": graphs, "learning": learning}

@@ -22,11 +22,14 @@ import numpy as np
 
 from benchmarks.large_graphs import learning
 from benchmarks.large_graphs.problems import (
+    FOREIGN,
     LARGE,
     LARGER,
     LARGEST,
     QUICK,
+    QUICK_PAIRS,
     SCARCE,
+    SIBLING_PAIRS,
     TEN_THOUSAND,
     UNSEEN,
     Large,
@@ -268,11 +271,13 @@ def parts(effort: Effort) -> dict[str, Part]:
         quick=SCARCE[2:4], normal=(*LARGE, *SCARCE), full=(*LARGE, *SCARCE, *LARGEST)
     )
     unseen = effort.pick(quick=UNSEEN[:1], normal=UNSEEN, full=UNSEEN)
+    pairs = effort.pick(quick=QUICK_PAIRS, normal=SIBLING_PAIRS, full=SIBLING_PAIRS)
+    foreign = effort.pick(quick=FOREIGN[7:8], normal=FOREIGN, full=FOREIGN)
     return {
         "graphs": graphs,
         "optima": optima,
         "10000": ten_thousand,
         "workers": workers,
         "decoder": decoder,
-        **learning.parts(effort, regime, unseen),
+        **learning.parts(effort, regime, unseen, pairs, foreign),
     }

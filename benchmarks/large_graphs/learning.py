@@ -4,12 +4,16 @@ The same search runs with five kinds of proposals: none, where evolution begins 
 weights, which are HEFT and samples around it; random weights, which are five proposals at random;
 and those of the trained policies. At equal decodes results do not depend on the machine. A budget
 of N decodes also has two thirds as many moves of annealing, as the shares of the search are.
+
+For reference, weights that evolution found on a smaller graph of the same maker, a sibling, on the
+same devices, are proposed beside a policy's: to know a family by a search is worth so much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +25,12 @@ from benchmarks.record import Effort, Part
 from benchmarks.search import POLICIES, Initial, alone
 from benchmarks.tables import Table, spread
 from placer.policies import load
+from placer.policies.network import GENERALIST
 from placer.policies.pool import Exercise
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
-from placer.search.evolution import Proposer
+from placer.search.evolution import POPULATION, SIGMA, Evolution, Proposer
 from placer.search.portfolio import EVOLUTION_SHARE, Portfolio
 from placer.search.request import Budget
 
@@ -37,6 +42,8 @@ SECONDS: Final = (1.0, 5.0, 30.0)
 DECODE, SECOND = "decodes", "s"
 """Units of budgets."""
 PROPOSALS: Final = 5
+SIBLING_DECODES: Final = 400
+FOREIGN_S: Final = 5.0
 
 
 class RandomWeights(Initial):
@@ -49,6 +56,45 @@ class RandomWeights(Initial):
         [heft], [deviation] = super().propose(evaluator, known)
         normal = np.random.default_rng(0).standard_normal((PROPOSALS, len(heft)))
         return heft + deviation * normal, np.tile(deviation, (PROPOSALS, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WithWeights:
+    """Proposes given weights (K,), then those of a policy."""
+
+    weights: NDArray[np.float64]
+    policy: Proposer
+
+    def propose(
+        self, evaluator: Evaluator, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return all means (M + 1, K); the deviations of the first are the policy's average."""
+        means, deviations = self.policy.propose(evaluator, known)
+        return (
+            np.vstack([self.weights, means]),
+            np.vstack([deviations.mean(axis=0), deviations]),
+        )
+
+
+def evolve_weights(
+    item: Exercise, policy: Proposer, decodes: int, seed: int = 0
+) -> NDArray[np.float64]:
+    """Return the best weights (K,) of evolution from the policy's best proposal, which counts, too.
+
+    Of ``decodes`` those are made that fill generations, beside the proposals.
+    """
+    decode = item.evaluator.decode
+    rows, _ = policy.propose(item.evaluator, item.known)
+    costs = decode(rows)[2]
+    best, least = rows[costs.argmin()], int(costs.min())
+    evolution = Evolution(best, sigma=SIGMA, seed=seed, population=POPULATION)
+    for _ in range(decodes // POPULATION):
+        rows = evolution.ask()
+        costs = decode(rows)[2]
+        evolution.tell(rows, costs)
+        if costs.min() < least:
+            best, least = rows[costs.argmin()], int(costs.min())
+    return np.asarray(best)
 
 
 def proposers() -> dict[str, Proposer | None]:
@@ -67,6 +113,20 @@ def training_seeds() -> dict[str, Proposer | None]:
     for name in POLICIES:
         found |= {f"{name}, {seed}": member for seed, member in alone(load(name)).items()}
     return found
+
+
+def with_sibling(sibling: Large, decodes: int = SIBLING_DECODES) -> dict[str, Proposer | None]:
+    """Return initial weights, the default policy, and the same beside a sibling's weights.
+
+    What the sibling's search takes is not counted.
+    """
+    policy = load(GENERALIST)
+    weights = evolve_weights(sibling.exercise(), policy, decodes)
+    return {
+        "initial weights": Initial(),
+        GENERALIST: policy,
+        f"{GENERALIST}, sibling's weights": WithWeights(weights, policy),
+    }
 
 
 def budget_of(amount: float, item: Exercise, *, seconds: bool) -> Budget:
@@ -100,13 +160,37 @@ def compared(
     }
 
 
+def compared_with_siblings(
+    pairs: Sequence[tuple[Large, Large]], amounts: Sequence[float], seeds: int, *, seconds: bool
+) -> dict[float, list[Scores]]:
+    """Return, by amount, the scores on problems with the proposals of :func:`with_sibling`."""
+    found = [
+        compared(with_sibling(sibling), [problem], amounts, seeds, seconds=seconds)
+        for problem, sibling in pairs
+    ]
+    return {
+        amount: [
+            Scores(of[0].name, np.concatenate([own.ratios for own in of], axis=1))
+            for of in zip(*(each[amount] for each in found), strict=True)
+        ]
+        for amount in amounts
+    }
+
+
 def learning_table(
     title: str, problems: Sequence[Large], found: Mapping[float, Sequence[Scores]], *, unit: str
 ) -> Table:
-    """Return a row for each kind of proposals: means over all and over unequal devices."""
-    unequal = np.array([problem.kinds != "e" for problem in problems])
-    chosen = {"": np.ones(len(problems), np.bool_), ", unequal": unequal}
-    chosen = {name: mask for name, mask in chosen.items() if mask.any()}
+    """Return a row for each kind of proposals: means over all and over parts of the problems.
+
+    The parts are unequal devices, and families that ``synthetic-only`` was not trained on.
+    """
+    known = load("synthetic-only").card["trained_on"]["families"]
+    of_parts = {
+        ", unequal": np.array([problem.kinds != "e" for problem in problems]),
+        ", new families": np.array([problem.name not in known for problem in problems]),
+    }
+    chosen = {"": np.ones(len(problems), np.bool_)}
+    chosen |= {name: mask for name, mask in of_parts.items() if mask.any() and not mask.all()}
     columns = [f"{amount:g} {unit}{name}" for amount in found for name in chosen]
     cells: dict[str, list[str]] = {}
     for of_amount in found.values():
@@ -120,8 +204,44 @@ def learning_table(
     return Table(title, note, ("proposals", *columns), rows)
 
 
-def parts(effort: Effort, problems: Sequence[Large], unseen: Sequence[Large]) -> dict[str, Part]:
-    """Return the parts: equal decodes, equal time, both on problems kept for the end, and seeds."""
+def table_by_problem(title: str, problems: Sequence[Large], found: Sequence[Scores]) -> Table:
+    """Return a row for each problem with every kind of proposals, and the geometric means."""
+    names = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in problems]
+    rows = [
+        (name, *(spread(sorted(own.ratios[:, column].tolist()), ".3f") for own in found))
+        for column, name in enumerate(names)
+    ]
+    rows.append(("geometric mean", *(spread(own.means(), ".3f") for own in found)))
+    note = "step / best of {single device, HEFT, ETF}"
+    return Table(title, note, ("problem", *(own.name for own in found)), tuple(rows))
+
+
+def recorded(
+    title: str,
+    problems: Sequence[Large],
+    found: Mapping[float, Sequence[Scores]],
+    unit: str,
+    out: dict[str, Any],
+) -> Table:
+    """Store every ratio in ``out``, and return the table of the means."""
+    for amount, of_amount in found.items():
+        out[f"{amount:g}"] = {own.name: own.to_dict() for own in of_amount}
+    out["problems"] = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in problems]
+    return learning_table(title, problems, found, unit=unit)
+
+
+def parts(
+    effort: Effort,
+    problems: Sequence[Large],
+    unseen: Sequence[Large],
+    pairs: Sequence[tuple[Large, Large]],
+    foreign: Sequence[Large],
+) -> dict[str, Part]:
+    """Return the parts: equal decodes and equal time, also on problems kept for the end; seeds.
+
+    The last two compare with weights evolved on siblings, of ``pairs`` of problem and sibling, and
+    show every one of the ``foreign`` problems.
+    """
     seeds = effort.seed_count(quick=1, normal=1, full=5)
     decodes = DECODES[: effort.pick(quick=1, normal=3, full=3)]
     lengths = SECONDS[: effort.pick(quick=1, normal=2, full=3)]
@@ -133,14 +253,24 @@ def parts(effort: Effort, problems: Sequence[Large], unseen: Sequence[Large]) ->
         unit: str,
         out: dict[str, Any],
         *,
-        kinds: Callable[[], Mapping[str, Proposer | None]] = proposers,
+        arms: Callable[[], Mapping[str, Proposer | None]] = proposers,
     ) -> Table:
         load_compiled_code()
-        found = compared(kinds(), of, amounts, seeds, seconds=unit == SECOND)
-        for amount, of_amount in found.items():
-            out[f"{amount:g}"] = {own.name: own.to_dict() for own in of_amount}
-        out["problems"] = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in of]
-        return learning_table(title, of, found, unit=unit)
+        found = compared(arms(), of, amounts, seeds, seconds=unit == SECOND)
+        return recorded(title, of, found, unit, out)
+
+    def siblings(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        found = compared_with_siblings(pairs, lengths[:2], seeds, seconds=True)
+        of = [problem for problem, _ in pairs]
+        return recorded("Learning, beside siblings' weights", of, found, SECOND, out)
+
+    def foreign_graphs(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        found = compared(proposers(), foreign, (FOREIGN_S,), seeds, seconds=True)
+        recorded("", foreign, found, SECOND, out)
+        title = f"Learning, graphs of a foreign generator, {FOREIGN_S:g} s"
+        return table_by_problem(title, foreign, found[FOREIGN_S])
 
     kept = "problems kept for the end"
     return {
@@ -156,6 +286,8 @@ def parts(effort: Effort, problems: Sequence[Large], unseen: Sequence[Large]) ->
             problems,
             lengths[:1],
             SECOND,
-            kinds=training_seeds,
+            arms=training_seeds,
         ),
+        "siblings": siblings,
+        "foreign": foreign_graphs,
     }

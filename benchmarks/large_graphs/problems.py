@@ -15,9 +15,11 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.instances import Machine, planted_machine
+from benchmarks.large_graphs.foreign import PROBLEMS
+from benchmarks.large_graphs.foreign_tape import ForeignOp
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
-from graphs.graph import ANY_KIND, GraphArrays, new_graph
+from graphs.graph import ANY_KIND, GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import sketches
 from graphs.synthetic.inception import inception
 from graphs.synthetic.planted import Planted, planted
@@ -113,6 +115,26 @@ def large(name: str, make: Callable[..., Any], *sizes: Any, on: str) -> Large:
     )
 
 
+def foreign_graph(build: Callable[[], list[ForeignOp]]) -> nx.DiGraph[str]:
+    """Return the graph of a training step from a generator that knows nothing of this project."""
+    graph = new_graph("foreign", {ANY_KIND: "roofline of an H100"})
+    ops = build()
+    for op in ops:
+        add_op(
+            graph,
+            op.name,
+            op=op.kind,
+            module=op.module,
+            phase=op.phase,
+            cost_s={ANY_KIND: op.cost_s},
+            output_bytes=op.output_bytes,
+            parameter_bytes=op.parameter_bytes,
+        )
+        for number in op.inputs:
+            add_edge(graph, ops[number].name, op.name)
+    return graph
+
+
 LARGE: Final = (
     large("nmt", nmt_graph, 6, 220, on="8e"),
     large("nmt", nmt_graph, 4, 100, on="16u"),
@@ -156,13 +178,40 @@ LARGEST: Final = (
     large("layered", layered_graph, 11, 100_000, 64, 0.8, on="8e"),
     large("transformer", transformer_graph, 200, 36, on="8u"),
 )
-UNSEEN: Final = (  # nothing was tuned on these; policies that gained nothing here did not ship
+UNSEEN: Final = (  # for the end: two trainings that gained nothing here did not ship
     large("nmt", nmt_graph, 5, 160, on="16e"),
     large("transformer", transformer_graph, 20, 14, on="8u"),
     large("moe", moe_graph, 21, 20, 24, on="8x"),
     large("inception", inceptions_graph, 12, on="4u"),
     large("layered", layered_graph, 22, 8000, 28, 0.6, on="32e"),
     large("sequence", _sequence, 23, 5, 350, on="16x"),
+)
+_SIBLINGS: Final = (
+    large("nmt", nmt_graph, 4, 80, on="8e"),
+    large("nmt", nmt_graph, 3, 70, on="16u"),
+    large("transformer", transformer_graph, 12, 12, on="8e"),
+    large("transformer", transformer_graph, 8, 10, on="16u"),
+    large("moe", moe_graph, 105, 16, 32, on="8e"),
+    large("moe", moe_graph, 106, 8, 32, on="16u"),
+    large("inception", inceptions_graph, 4, on="8u"),
+    large("inception", inceptions_graph, 6, on="16e"),
+    large("layered", layered_graph, 103, 3000, 20, 0.8, on="8e"),
+    large("layered", layered_graph, 104, 2000, 32, 0.4, on="16u"),
+    large("layered", layered_graph, 105, 1500, 40, 0.5, on="8x"),
+    large("nmt", nmt_graph, 3, 80, on="16x"),
+    large("transformer", transformer_graph, 8, 10, on="8x"),
+    large("sequence", _sequence, 107, 3, 150, on="8e"),
+    large("sequence", _sequence, 108, 3, 200, on="4u"),
+    large("transformer", transformer_graph, 12, 8, on="32e"),
+    large("moe", moe_graph, 109, 8, 32, on="32u"),
+    large("layered", layered_graph, 110, 2500, 24, 0.6, on="4e"),
+)
+SIBLING_PAIRS: Final = tuple(zip((*LARGE, *SCARCE), _SIBLINGS, strict=True))
+"""Problems with their siblings: smaller graphs of the same makers on the same devices."""
+QUICK_PAIRS: Final = SIBLING_PAIRS[15:17]
+FOREIGN: Final = tuple(
+    large(name, foreign_graph, build, on=f"{devices}{kinds}")
+    for name, build, devices, kinds in PROBLEMS
 )
 PLANTED_UNEQUAL: Final = (  # devices, ops of each, inputs of an op
     (2, 25, 2.0),

@@ -33,7 +33,7 @@ from benchmarks.tables import BEGIN, END, Table, merged, write_tables
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.bounds import lower_bound_ns, pace_ns
-from graphs.graph import GraphArrays
+from graphs.graph import PHASES, GraphArrays, attributes_of
 from graphs.synthetic.shapes import layered
 from placer.policies import load
 from placer.policies.pool import Exercise
@@ -265,6 +265,72 @@ def test_learning_is_compared_at_equal_decodes() -> None:
     table = learning.learning_table("Learning", items, found, unit="decodes")
     assert table.columns[1:3] == ("16 decodes", "16 decodes, unequal")
     assert [len(row) for row in table.rows] == [5] * len(of)
+
+
+def test_siblings_are_smaller_graphs_of_the_same_makers_on_the_same_devices() -> None:
+    for problem, sibling in problems.SIBLING_PAIRS:
+        made, own = problem.make, sibling.make
+        assert isinstance(made, partial)
+        assert isinstance(own, partial)
+        assert own.func is made.func
+        assert (sibling.devices, sibling.kinds) == (problem.devices, problem.kinds)
+        assert own.args != made.args
+        # The first is a seed, or a number of layers.
+        assert all(small <= large for small, large in zip(own.args[1:], made.args[1:], strict=True))
+    for problem, sibling in problems.QUICK_PAIRS:
+        assert sibling.make().order() < problem.make().order()
+
+
+def test_evolved_weights_are_better_than_what_the_policy_proposes(inception: Exercise) -> None:
+    policy = load("generalist")
+    weights = learning.evolve_weights(inception, policy, 100)
+    proposer = learning.WithWeights(weights, policy)
+    proposed, deviations = proposer.propose(inception.evaluator, inception.known)
+    own, own_deviations = policy.propose(inception.evaluator, inception.known)
+    assert np.array_equal(proposed, [weights, *own])
+    assert np.array_equal(deviations, [own_deviations.mean(axis=0), *own_deviations])
+    costs = inception.evaluator.decode(proposed)[2]
+    assert costs[0] < costs[1:].min()
+
+
+def test_problems_are_searched_beside_weights_of_their_siblings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
+    pairs = [(replace(small, kinds=kinds), replace(small, kinds=kinds)) for kinds in "eu"]
+    monkeypatch.setattr(learning, "SECONDS", (0.05,))
+    out: dict[str, Any] = {}
+    table = learning.parts(Effort("quick"), [], [], pairs, [])["siblings"](out)
+    assert table is not None
+    assert out["problems"] == ["transformer, 8e", "transformer, 8u"]
+    assert [row[0] for row in table.rows] == list(out["0.05"])
+    assert np.shape(out["0.05"]["initial weights"]["ratios"]) == (1, 2)
+
+
+def test_foreign_graphs_are_large_and_every_one_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(problems.FOREIGN) == 10
+    graph = problems.FOREIGN[-1].make()
+    assert 6_000 <= len(graph) <= 12_000
+    assert {attributes_of(graph, op)["phase"] for op in graph} == set(PHASES)
+    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
+    monkeypatch.setattr(learning, "FOREIGN_S", 0.05)
+    out: dict[str, Any] = {}
+    two = [replace(small, kinds=kinds) for kinds in "eu"]
+    table = learning.parts(Effort("quick"), [], [], [], two)["foreign"](out)
+    assert table is not None
+    assert [row[0] for row in table.rows] == [*out["problems"], "geometric mean"]
+    assert list(table.columns) == ["problem", *learning.proposers()]
+
+
+def test_proposals_are_compared_on_huge_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
+    item = huge.Huge("small", small.problem, Budget(evaluations=30))
+    monkeypatch.setattr(huge, "QUICK", (item,))
+    out: dict[str, Any] = {}
+    table = huge.parts(Effort("quick"))["learning"](out)
+    assert table is not None
+    assert [row[0] for row in table.rows] == list(out) == list(learning.proposers())
+    assert all(0.0 < steps[0] <= 1.0 for of in out.values() for steps in of.values())
 
 
 def test_searches_are_compared_problem_by_problem(inception: Exercise) -> None:
