@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from benchmarks import (
     startup,
 )
 from benchmarks.__main__ import build_parser, chosen_parts, main
-from benchmarks.large_graphs import huge, large, learning, problems
+from benchmarks.large_graphs import problems
 from benchmarks.machine import overhead
 from benchmarks.quality import Scores
 from benchmarks.record import Effort, Record
@@ -33,7 +32,7 @@ from benchmarks.tables import BEGIN, END, Table, merged, write_tables
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.bounds import lower_bound_ns, pace_ns
-from graphs.graph import PHASES, GraphArrays, attributes_of
+from graphs.graph import GraphArrays
 from graphs.synthetic.shapes import layered
 from placer.policies import load
 from placer.policies.pool import Exercise
@@ -222,115 +221,6 @@ def test_planted_problems_of_unequal_devices_reach_their_optimum() -> None:
         assert planted_ns == pytest.approx(optimum_ns, rel=1e-6)
         assert pace_ns(item.evaluator.problem) <= planted_ns
         assert min(plan.step_ns for plan in item.known) >= optimum_ns * (1 - 1e-6)
-
-
-@pytest.mark.parametrize("kinds", ["e", "u", "x"])
-def test_large_problems_are_compared_with_heuristics_and_bound(kinds: str) -> None:
-    small = replace(
-        problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5), kinds=kinds
-    )
-    budgets = [Budget(evaluations=30)]
-    [(name, scores)] = large.large_scores(Portfolio(), [small], budgets, 2).items()
-    assert name == f"transformer, 60, 8{kinds}"
-    assert 0 < 1 / scores["reference / bound"] <= min(scores["30e"]) <= 1
-    costs = small.problem().cost_ns
-    distinct = {"e": 1, "u": 2, "x": 8}[kinds]
-    assert len(np.unique(costs, axis=1).T) == distinct
-    [*_, mean] = large.large_table({name: scores}, budgets).rows
-    assert mean[0] == "geometric mean"
-
-
-def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
-    small = replace(
-        problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5), kinds="e"
-    )
-    found = huge.searched(Portfolio(), huge.Huge("small", small.problem, Budget(evaluations=30)), 2)
-    assert found["ops"] == 60
-    assert 0 < found["bound"] <= min(found["steps"]) <= max(found["steps"]) <= 1
-    [row] = huge.huge_table({"small": found}).rows
-    assert row[0] == "small, 60 ops"
-    assert len(row) == len(huge.COLUMNS)
-
-
-def test_learning_is_compared_at_equal_decodes() -> None:
-    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
-    items = [replace(small, kinds=kinds) for kinds in "eu"]
-    of = learning.proposers()
-    found = learning.compared(of, items, (16, 64), 2, seconds=False)
-    assert [own.name for own in found[16]] == list(of)
-    for few, many in zip(found[16], found[64], strict=True):
-        assert many.median() <= few.median() <= 1.0
-    again = learning.compared(of, items, (16,), 2, seconds=False)
-    assert [own.ratios.tolist() for own in again[16]] == [own.ratios.tolist() for own in found[16]]
-    table = learning.learning_table("Learning", items, found, unit="decodes")
-    assert table.columns[1:3] == ("16 decodes", "16 decodes, unequal")
-    assert [len(row) for row in table.rows] == [5] * len(of)
-
-
-def test_siblings_are_smaller_graphs_of_the_same_makers_on_the_same_devices() -> None:
-    for problem, sibling in problems.SIBLING_PAIRS:
-        made, own = problem.make, sibling.make
-        assert isinstance(made, partial)
-        assert isinstance(own, partial)
-        assert own.func is made.func
-        assert (sibling.devices, sibling.kinds) == (problem.devices, problem.kinds)
-        assert own.args != made.args
-        # The first is a seed, or a number of layers.
-        assert all(small <= large for small, large in zip(own.args[1:], made.args[1:], strict=True))
-    for problem, sibling in problems.QUICK_PAIRS:
-        assert sibling.make().order() < problem.make().order()
-
-
-def test_evolved_weights_are_better_than_what_the_policy_proposes(inception: Exercise) -> None:
-    policy = load("generalist")
-    weights = learning.evolve_weights(inception, policy, 100)
-    proposer = learning.WithWeights(weights, policy)
-    proposed, deviations = proposer.propose(inception.evaluator, inception.known)
-    own, own_deviations = policy.propose(inception.evaluator, inception.known)
-    assert np.array_equal(proposed, [weights, *own])
-    assert np.array_equal(deviations, [own_deviations.mean(axis=0), *own_deviations])
-    costs = inception.evaluator.decode(proposed)[2]
-    assert costs[0] < costs[1:].min()
-
-
-def test_problems_are_searched_beside_weights_of_their_siblings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
-    pairs = [(replace(small, kinds=kinds), replace(small, kinds=kinds)) for kinds in "eu"]
-    monkeypatch.setattr(learning, "SECONDS", (0.05,))
-    out: dict[str, Any] = {}
-    table = learning.parts(Effort("quick"), [], [], pairs, [])["siblings"](out)
-    assert table is not None
-    assert out["problems"] == ["transformer, 8e", "transformer, 8u"]
-    assert [row[0] for row in table.rows] == list(out["0.05"])
-    assert np.shape(out["0.05"]["initial weights"]["ratios"]) == (1, 2)
-
-
-def test_foreign_graphs_are_large_and_every_one_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(problems.FOREIGN) == 10
-    graph = problems.FOREIGN[-1].make()
-    assert 6_000 <= len(graph) <= 12_000
-    assert {attributes_of(graph, op)["phase"] for op in graph} == set(PHASES)
-    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
-    monkeypatch.setattr(learning, "FOREIGN_S", 0.05)
-    out: dict[str, Any] = {}
-    two = [replace(small, kinds=kinds) for kinds in "eu"]
-    table = learning.parts(Effort("quick"), [], [], [], two)["foreign"](out)
-    assert table is not None
-    assert [row[0] for row in table.rows] == [*out["problems"], "geometric mean"]
-    assert list(table.columns) == ["problem", *learning.proposers()]
-
-
-def test_proposals_are_compared_on_huge_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
-    item = huge.Huge("small", small.problem, Budget(evaluations=30))
-    monkeypatch.setattr(huge, "QUICK", (item,))
-    out: dict[str, Any] = {}
-    table = huge.parts(Effort("quick"))["learning"](out)
-    assert table is not None
-    assert [row[0] for row in table.rows] == list(out) == list(learning.proposers())
-    assert all(0.0 < steps[0] <= 1.0 for of in out.values() for steps in of.values())
 
 
 def test_searches_are_compared_problem_by_problem(inception: Exercise) -> None:
