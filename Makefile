@@ -56,7 +56,7 @@ format: $(READY)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## run all benchmarks into benchmarks/results and docs/benchmarks.md, two hours
+bench: $(READY)  ## run all benchmarks into benchmarks/results and docs/benchmarks.md, some hours
 	$(BIN)/python -m benchmarks --out benchmarks/results --markdown docs/benchmarks.md
 
 bench-gpu: $(READY)  ## measure everything that needs a GPU, in 8 minutes; elsewhere on a fake one

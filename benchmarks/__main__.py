@@ -3,7 +3,7 @@
     python -m benchmarks [--quick | --full] [--seeds N] [--out PATH] [--markdown PAGE] [NAME ...]
 
 A name is that of a benchmark, or of one of its parts: ``search`` or ``search:unseen``. All of them
-take about two hours; with ``--quick``, which does less of everything, a few minutes; with
+take some hours; with ``--quick``, which does less of everything, a few minutes; with
 ``--full``, which has more seeds and longer searches, most of a day. ``--out`` keeps all numbers as
 JSON, ``--markdown`` replaces the tables between two markers of a page.
 Benchmarks that need a GPU are in ``benchmarks.gpu``.

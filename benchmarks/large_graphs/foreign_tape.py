@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
-Phase = Literal["forward", "backward", "optimizer"]
+from graphs.graph import Phase
+
 Rng = np.random.Generator
 FeatureMap = tuple[int, int, int]
 """An op, the pixels of the whole batch, and the channels."""
@@ -84,9 +85,11 @@ class Tape:
         return len(self.ops) - 1
 
     def source(self, module: str, elements: int) -> int:
+        """Add an input of the model."""
         return self._emit("input", module, "forward", (), 2 * elements)
 
     def weight(self, module: str, label: str, elements: int) -> int:
+        """Return the variable of this name, added if it is new."""
         key, size = (module, label), 2 * elements
         if key not in self._variables:
             self._variables[key] = self._emit("variable", module, "forward", (), size, 0.0, size)
@@ -113,12 +116,15 @@ class Tape:
         return op
 
     def linear(self, module: str, x: int, rows: int, width: int, out: int) -> int:
+        """Add a matrix product with a variable (width, out)."""
         return self.op("matmul", module, (x,), rows * out, 2.0 * rows * width * out, width * out)
 
     def embed(self, name: str, n: int, width: int, words: int) -> int:
+        """Add the lookup of n words."""
         return self.op("embedding", name, (self.source(name, n),), n * width, 0, words * width)
 
     def feed(self, name: str, x: int, rows: int, width: int, inner: int, gated: bool) -> int:
+        """Add a feed-forward block, optionally gated."""
         y = self.op("gelu", name, (self.linear(f"{name}.in", x, rows, width, inner),))
         if gated:
             y = self.op("mul", name, (y, self.linear(f"{name}.gate", x, rows, width, inner)))
@@ -127,16 +133,19 @@ class Tape:
     def conv(
         self, name: str, x: FeatureMap, out: int, area: int = 1, shrink: int = 1
     ) -> FeatureMap:
+        """Add a convolution with batch norm and ReLU; ``area`` is that of the kernel."""
         pixels, weight = x[1] // shrink, x[2] * out * area
         y = self.op("conv", name, (x[0],), pixels * out, 2.0 * pixels * weight, weight)
         y = self.op("batch_norm", name, (y,), weight=2 * out)
         return self.op("relu", name, (y,)), pixels, out
 
     def join(self, name: str, maps: Sequence[FeatureMap]) -> FeatureMap:
+        """Add the concatenation of the channels of maps."""
         pixels, channels = maps[0][1], sum(m[2] for m in maps)
         return self.op("concat", name, [m[0] for m in maps], pixels * channels), pixels, channels
 
     def entropy(self, name: str, logits: int, rows: int) -> int:
+        """Add a cross-entropy with labels of its own."""
         return self.op("cross_entropy", name, (logits, self.source(name, rows)), 1)
 
     def _merge(self, target: int, parts: Sequence[int]) -> int:
@@ -159,6 +168,7 @@ class Tape:
         return self._emit(kind, op.module, "backward", sorted(reads), out, flops)
 
     def train(self, losses: Sequence[int]) -> None:
+        """Add the backward pass of all ops since the last one."""
         root = self.op("loss_sum", "loss", losses, 1)
         grads: dict[int, list[int]] = {root: [root]}
         for i in range(root, self._mark - 1, -1):
@@ -172,6 +182,7 @@ class Tape:
         self._mark = len(self.ops)
 
     def update(self, losses: Sequence[int] = (), clip: bool = False) -> list[ForeignOp]:
+        """Return all ops, with updates by Adam, after a clipping of gradients if asked for."""
         if losses:
             self.train(losses)
         last = [
@@ -188,6 +199,7 @@ class Tape:
         return self.ops
 
     def cell(self, name: str, x: int, states: dict[str, list[int]], rows: int, width: int) -> int:
+        """Add a step of an LSTM cell, which updates its states; return its output."""
         a = self.linear(f"{name}.input", x, rows, width, 4096)
         b = self.linear(f"{name}.recurrent", states[name][0], rows, 1024, 4096)
         gates = self.op("lstm_gates", name, (self.op("add", name, (a, b)),), weight=4096)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.instances import Machine
-from benchmarks.large_graphs.learning import proposers
+from benchmarks.large_graphs.learning import proposers, table_by_problem
 from benchmarks.large_graphs.problems import (
     Large,
     inceptions_graph,
@@ -30,6 +30,7 @@ from benchmarks.large_graphs.problems import (
     nmt_graph,
     transformer_graph,
 )
+from benchmarks.quality import Scores
 from benchmarks.record import Effort, Part
 from benchmarks.simulator import flat_layered
 from benchmarks.tables import Table, spread
@@ -78,20 +79,26 @@ HUGE: Final = (
 )
 
 
+def step_ratios(placer: Placer, problem: Problem, budget: Budget, seed: int) -> tuple[float, ...]:
+    """Return the step over the best of {single device, HEFT, ETF}, over HEFT, and best, in ns."""
+    candidates = placer.place(SearchRequest(problem, budget, seed=seed))
+    of_kind = {candidate.kind: candidate.step_ns for candidate in reversed(candidates)}
+    best = min(of_kind[kind] for kind in (Kind.SINGLE_DEVICE, Kind.HEFT, Kind.ETF))
+    step_ns = candidates[0].step_ns
+    return step_ns / best, step_ns / of_kind[Kind.HEFT], best
+
+
 def searched(placer: Placer, huge: Huge, seeds: int) -> dict[str, Any]:
     """Return the size of a problem, its bound, and the figures of every seed."""
     problem = huge.problem()
     found: dict[str, Any] = {"ops": problem.op_count, "steps": [], "of_heft": [], "seconds": []}
-    best = 0
+    best = 0.0
     for seed in range(seeds):
         began = time.perf_counter()
-        candidates = placer.place(SearchRequest(problem, huge.budget, seed=seed))
+        of_best, of_heft, best = step_ratios(placer, problem, huge.budget, seed)
         found["seconds"].append(time.perf_counter() - began)
-        step_ns = candidates[0].step_ns
-        of_kind = {candidate.kind: candidate.step_ns for candidate in reversed(candidates)}
-        best = min(of_kind[kind] for kind in (Kind.SINGLE_DEVICE, Kind.HEFT, Kind.ETF))
-        found["steps"].append(step_ns / best)
-        found["of_heft"].append(step_ns / of_kind[Kind.HEFT])
+        found["steps"].append(of_best)
+        found["of_heft"].append(of_heft)
     found["bound"] = lower_bound_ns(problem) / best
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
@@ -114,22 +121,6 @@ def huge_table(found: dict[str, dict[str, Any]]) -> Table:
     return Table("Search, huge graphs", note, COLUMNS, rows)
 
 
-def learning_table(found: dict[str, dict[str, list[float]]]) -> Table:
-    """Return a row for each kind of proposals, from {proposals: {problem: steps of all seeds}}."""
-    names = list(next(iter(found.values())))
-    rows = tuple(
-        (
-            kind,
-            *(spread(sorted(of[name]), ".3f") for name in names),
-            f"{np.exp(np.mean([np.log(of[name]).mean() for name in names])):.3f}",
-        )
-        for kind, of in found.items()
-    )
-    note = "step / best of {single device, HEFT, ETF}"
-    columns = ("proposals", *names, "geometric mean")
-    return Table("Learning, 100,000 ops", note, columns, rows)
-
-
 def parts(effort: Effort) -> dict[str, Part]:
     """Return the parts: steps, time and memory; and what learning is worth."""
     seeds = effort.seed_count(quick=1, normal=1, full=3)
@@ -144,10 +135,15 @@ def parts(effort: Effort) -> dict[str, Part]:
 
     def learning(out: dict[str, Any]) -> Table:
         load_compiled_code()
-        equal = effort.pick(quick=QUICK, normal=HUGE[:LEARNING], full=HUGE[:LEARNING])
-        for kind, proposer in proposers().items():
-            placer = Portfolio(proposer)
-            out[kind] = {item.name: searched(placer, item, seeds)["steps"] for item in equal}
-        return learning_table(out)
+        of, equal = proposers(), items[:LEARNING]
+        for item in equal:
+            problem = item.problem()  # one at a time: it takes much memory
+            for kind, proposer in of.items():
+                placer = Portfolio(proposer)
+                out.setdefault(kind, {})[item.name] = [
+                    step_ratios(placer, problem, item.budget, seed)[0] for seed in range(seeds)
+                ]
+        found = [Scores(kind, np.array([*out[kind].values()]).T) for kind in of]
+        return table_by_problem("Learning, 100,000 ops", [item.name for item in equal], found)
 
     return {"graphs": graphs, "learning": learning}

@@ -43,7 +43,6 @@ DECODE, SECOND = "decodes", "s"
 """Units of budgets."""
 PROPOSALS: Final = 5
 SIBLING_DECODES: Final = 400
-FOREIGN_S: Final = 5.0
 
 
 class RandomWeights(Initial):
@@ -184,7 +183,7 @@ def learning_table(
 
     The parts are unequal devices, and families that ``synthetic-only`` was not trained on.
     """
-    known = load("synthetic-only").card["trained_on"]["families"]
+    known = load(POLICIES[0]).card["trained_on"]["families"]
     of_parts = {
         ", unequal": np.array([problem.kinds != "e" for problem in problems]),
         ", new families": np.array([problem.name not in known for problem in problems]),
@@ -204,9 +203,8 @@ def learning_table(
     return Table(title, note, ("proposals", *columns), rows)
 
 
-def table_by_problem(title: str, problems: Sequence[Large], found: Sequence[Scores]) -> Table:
+def table_by_problem(title: str, names: Sequence[str], found: Sequence[Scores]) -> Table:
     """Return a row for each problem with every kind of proposals, and the geometric means."""
-    names = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in problems]
     rows = [
         (name, *(spread(sorted(own.ratios[:, column].tolist()), ".3f") for own in found))
         for column, name in enumerate(names)
@@ -216,18 +214,13 @@ def table_by_problem(title: str, problems: Sequence[Large], found: Sequence[Scor
     return Table(title, note, ("problem", *(own.name for own in found)), tuple(rows))
 
 
-def recorded(
-    title: str,
-    problems: Sequence[Large],
-    found: Mapping[float, Sequence[Scores]],
-    unit: str,
-    out: dict[str, Any],
-) -> Table:
-    """Store every ratio in ``out``, and return the table of the means."""
+def store(
+    problems: Sequence[Large], found: Mapping[float, Sequence[Scores]], out: dict[str, Any]
+) -> None:
+    """Store every ratio in ``out``."""
     for amount, of_amount in found.items():
         out[f"{amount:g}"] = {own.name: own.to_dict() for own in of_amount}
-    out["problems"] = [f"{problem.name}, {problem.devices}{problem.kinds}" for problem in problems]
-    return learning_table(title, problems, found, unit=unit)
+    out["problems"] = [problem.label for problem in problems]
 
 
 def parts(
@@ -245,6 +238,7 @@ def parts(
     seeds = effort.seed_count(quick=1, normal=1, full=5)
     decodes = DECODES[: effort.pick(quick=1, normal=3, full=3)]
     lengths = SECONDS[: effort.pick(quick=1, normal=2, full=3)]
+    short = lengths[:2]
 
     def part(
         title: str,
@@ -257,20 +251,22 @@ def parts(
     ) -> Table:
         load_compiled_code()
         found = compared(arms(), of, amounts, seeds, seconds=unit == SECOND)
-        return recorded(title, of, found, unit, out)
+        store(of, found, out)
+        return learning_table(title, of, found, unit=unit)
 
     def siblings(out: dict[str, Any]) -> Table:
         load_compiled_code()
-        found = compared_with_siblings(pairs, lengths[:2], seeds, seconds=True)
+        found = compared_with_siblings(pairs, short, seeds, seconds=True)
         of = [problem for problem, _ in pairs]
-        return recorded("Learning, beside siblings' weights", of, found, SECOND, out)
+        store(of, found, out)
+        return learning_table("Learning, beside siblings' weights", of, found, unit=SECOND)
 
     def foreign_graphs(out: dict[str, Any]) -> Table:
         load_compiled_code()
-        found = compared(proposers(), foreign, (FOREIGN_S,), seeds, seconds=True)
-        recorded("", foreign, found, SECOND, out)
-        title = f"Learning, graphs of a foreign generator, {FOREIGN_S:g} s"
-        return table_by_problem(title, foreign, found[FOREIGN_S])
+        found = compared(proposers(), foreign, short[-1:], seeds, seconds=True)
+        store(foreign, found, out)
+        title = f"Learning, graphs of a foreign generator, {short[-1]:g} s"
+        return table_by_problem(title, [item.label for item in foreign], found[short[-1]])
 
     kept = "problems kept for the end"
     return {

@@ -30,7 +30,7 @@ SPREAD: Final = 0.5
 """Standard deviation of the logarithm of an op's cost on one of the unrelated devices."""
 PREMIUM: Final = 0.5
 
-Make = Callable[[], "nx.DiGraph[str]"]
+Make = functools.partial["nx.DiGraph[str]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,15 @@ class Large:
     devices: int
     kinds: str
     bandwidth_bytes_per_s: float = 25e9
+
+    @property
+    def label(self) -> str:
+        """Return the name with the devices, such as "nmt, 8e"."""
+        return f"{self.name}, {self.devices}{self.kinds}"
+
+    def resized(self, *sizes: Any) -> Large:
+        """Return another graph of the same maker on the same devices."""
+        return replace(self, make=functools.partial(self.make.func, *sizes))
 
     def problem(self) -> Problem:
         """Return the problem; the unrelated costs are always the same."""
@@ -186,27 +195,30 @@ UNSEEN: Final = (  # for the end: two trainings that gained nothing here did not
     large("layered", layered_graph, 22, 8000, 28, 0.6, on="32e"),
     large("sequence", _sequence, 23, 5, 350, on="16x"),
 )
-_SIBLINGS: Final = (
-    large("nmt", nmt_graph, 4, 80, on="8e"),
-    large("nmt", nmt_graph, 3, 70, on="16u"),
-    large("transformer", transformer_graph, 12, 12, on="8e"),
-    large("transformer", transformer_graph, 8, 10, on="16u"),
-    large("moe", moe_graph, 105, 16, 32, on="8e"),
-    large("moe", moe_graph, 106, 8, 32, on="16u"),
-    large("inception", inceptions_graph, 4, on="8u"),
-    large("inception", inceptions_graph, 6, on="16e"),
-    large("layered", layered_graph, 103, 3000, 20, 0.8, on="8e"),
-    large("layered", layered_graph, 104, 2000, 32, 0.4, on="16u"),
-    large("layered", layered_graph, 105, 1500, 40, 0.5, on="8x"),
-    large("nmt", nmt_graph, 3, 80, on="16x"),
-    large("transformer", transformer_graph, 8, 10, on="8x"),
-    large("sequence", _sequence, 107, 3, 150, on="8e"),
-    large("sequence", _sequence, 108, 3, 200, on="4u"),
-    large("transformer", transformer_graph, 12, 8, on="32e"),
-    large("moe", moe_graph, 109, 8, 32, on="32u"),
-    large("layered", layered_graph, 110, 2500, 24, 0.6, on="4e"),
+_SIBLING_SIZES: Final = (
+    (4, 80),
+    (3, 70),
+    (12, 12),
+    (8, 10),
+    (105, 16, 32),
+    (106, 8, 32),
+    (4,),
+    (6,),
+    (103, 3000, 20, 0.8),
+    (104, 2000, 32, 0.4),
+    (105, 1500, 40, 0.5),
+    (3, 80),
+    (8, 10),
+    (107, 3, 150),
+    (108, 3, 200),
+    (12, 8),
+    (109, 8, 32),
+    (110, 2500, 24, 0.6),
 )
-SIBLING_PAIRS: Final = tuple(zip((*LARGE, *SCARCE), _SIBLINGS, strict=True))
+SIBLING_PAIRS: Final = tuple(
+    (problem, problem.resized(*sizes))
+    for problem, sizes in zip((*LARGE, *SCARCE), _SIBLING_SIZES, strict=True)
+)
 """Problems with their siblings: smaller graphs of the same makers on the same devices."""
 QUICK_PAIRS: Final = SIBLING_PAIRS[15:17]
 FOREIGN: Final = tuple(
