@@ -144,6 +144,6 @@ def parts(effort: Effort) -> dict[str, Part]:
                     step_ratios(placer, problem, item.budget, seed)[0] for seed in range(seeds)
                 ]
         found = [Scores(kind, np.array([*out[kind].values()]).T) for kind in of]
-        return table_by_problem("Learning, 100,000 ops", [item.name for item in equal], found)
+        return table_by_problem("Learning, huge graphs", [item.name for item in equal], found)
 
     return {"graphs": graphs, "learning": learning}
