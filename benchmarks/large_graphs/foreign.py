@@ -1,6 +1,6 @@
 """Large graphs of training steps by somebody who had not seen the other families, nor the project.
 
-Written on 2026-11-28, after the shipped policies had been trained; nothing was tuned on them.
+Written on 2026-11-28; no policy was trained, and nothing tuned, on them.
 """
 
 from __future__ import annotations

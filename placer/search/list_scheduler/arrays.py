@@ -21,6 +21,9 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
 """Order score of the op with the highest upward rank when all learned weights are zero."""
+LONGEST_UNSCALED: Final = 100.0
+"""Longest critical path, in units of the scale, on which features of single ops count in full: the
+longer it is, the closer are the ranks of neighbours."""
 MOST_CONSUMERS: Final = 4
 MOST_INPUTS: Final = 4
 """Siblings of an op are so many first inputs of so many first consumers."""
@@ -69,7 +72,7 @@ class SchedulingArrays(NamedTuple):
     held: Floats  # (N,) bytes
     workspace: Floats  # (N,) bytes
     order_base: Singles  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
-    op_features: Singles  # (7, N)
+    op_features: Singles  # (7, N); those of single ops count less on long graphs
     bottom_level: Floats  # (N,) ns, with mean costs and transfers
     scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
@@ -111,14 +114,15 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     critical_path = max(float((head + tail).max()), 1.0)
     send_ns = np.zeros(count)
     np.maximum.at(send_ns, predecessors, edge_ns)
+    single = min(LONGEST_UNSCALED * scale / critical_path, 1.0)
     features = (
-        soft_log(cheapest / scale),
-        soft_log(send_ns / scale),
+        soft_log(cheapest / scale) * single,
+        soft_log(send_ns / scale) * single,
         head / critical_path,
         1.0 - (head / critical_path + tail / critical_path),
-        soft_log(fan_in.astype(np.float64)) / 2.0,
-        soft_log(np.diff(start).astype(np.float64)) / 2.0,
-        soft_log(send_ns / scale / (cheapest / scale + 1e-3)) / 2.0,
+        soft_log(fan_in.astype(np.float64)) / 2.0 * single,
+        soft_log(np.diff(start).astype(np.float64)) / 2.0 * single,
+        soft_log(send_ns / scale / (cheapest / scale + 1e-3)) / 2.0 * single,
     )
     resident = np.array(graph.resident_bytes, np.float64)
     group = np.array(graph.group, np.int32)

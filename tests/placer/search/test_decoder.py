@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from envs.hardware.cluster import RANGES, SHARINGS, Sharing
 from envs.problem import HORIZON_NS, Floats, Problem
 from envs.simulator.max_load import max_load_ns
-from graphs.graph import LARGEST_BYTES, GraphArrays
+from graphs.graph import ANY_KIND, LARGEST_BYTES, GraphArrays, add_edge, add_op, new_graph
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.list_scheduler.arrays import scheduling_arrays
+from placer.search.list_scheduler.arrays import (
+    LONGEST_UNSCALED,
+    SchedulingArrays,
+    scheduling_arrays,
+)
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
 from tests.helpers.decoder_twin import decoded_twin
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
@@ -110,6 +114,49 @@ def test_decodes_are_those_of_the_slow_twin_with_every_feature(
         expected, order = decoded_twin(arrays, row)
         assert decoded[k].tolist() == expected
         assert np.argsort(-priority[k]).tolist() == order
+
+
+def blocks_in_a_row(count: int) -> SchedulingArrays:
+    """Return equal blocks of six ops: one, four beside each other, and one."""
+    graph = new_graph("blocks")
+    for k in range(count):
+        for v, cost in enumerate([1.0, 2.0, 5.0, 1.0, 3.0, 1.0]):
+            size = int(1e9 * (v + 1))
+            add_op(graph, f"{k}.{v}", cost_s={ANY_KIND: cost}, output_bytes=size)
+        for v in range(1, 5):
+            add_edge(graph, f"{k}.0", f"{k}.{v}")
+            add_edge(graph, f"{k}.{v}", f"{k}.5")
+        if k:
+            add_edge(graph, f"{k - 1}.5", f"{k}.0")
+    return scheduling_arrays(Problem.of(GraphArrays.from_graph(graph), one_kind(2)))
+
+
+def test_features_of_single_ops_count_less_only_on_long_graphs() -> None:
+    shortest, short, long = (blocks_in_a_row(count) for count in (6, 12, 1000))
+    assert short.critical_path < LONGEST_UNSCALED * short.scale < long.critical_path
+    of_block = slice(6, 12)
+    single = [0, 1, 4, 5, 6]
+    expected = short.op_features[single, of_block]
+    assert (shortest.op_features[single, of_block] == expected).all()
+    scaled = long.op_features[single, of_block] * long.critical_path / long.scale
+    assert scaled / LONGEST_UNSCALED == pytest.approx(expected, rel=1e-4)
+    slack = short.op_features[3, of_block] * short.critical_path
+    assert long.op_features[3, of_block] * long.critical_path == pytest.approx(slack, rel=1e-2)
+
+
+def test_features_of_single_ops_order_those_of_long_and_longer_graphs_alike() -> None:
+    def orders(arrays: SchedulingArrays, weight: float) -> set[tuple[int, ...]]:
+        scores = arrays.order_base + weight * arrays.op_features[0]
+        blocks = (-scores).reshape(-1, 6)[:-1].round(6)
+        return {tuple(block) for block in blocks.argsort(axis=1, kind="stable").tolist()}
+
+    weights = [-0.4, -0.3, -0.2, -0.1, 0.0]
+    long, longer = blocks_in_a_row(100), blocks_in_a_row(1000)
+    assert long.critical_path > LONGEST_UNSCALED * long.scale
+    of_long = [orders(long, weight) for weight in weights]
+    assert [len(found) for found in of_long] == [1] * len(weights)
+    assert len(set.union(*of_long)) > 2
+    assert [orders(longer, weight) for weight in weights] == of_long
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-30, 1.0, 1e30])
