@@ -38,6 +38,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # products depend on where their operands lie in memory.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
+# Modules of tests compute when they are imported, too; see one_thread_of_torch.
+torch.set_num_threads(1)
+
 # Every run draws the same examples, whatever the machine's load. `--hypothesis-profile=fuzz` draws
 # new ones; it overrides the profile loaded here, because pytest reads it later.
 settings.register_profile(
@@ -108,6 +111,14 @@ def brief_measurements() -> Iterator[None]:
         patch.setattr("placer.parallel.trials.MOST_STEPS", 1)
         patch.setattr("placer.parallel.collectives.PAUSE_S", 0.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread_of_torch() -> Iterator[None]:
+    """Let torch compute with one thread: the number changes the last bits of results."""
+    torch.set_num_threads(1)
+    yield
+    assert torch.get_num_threads() == 1, "torch has another number of threads after this test"
 
 
 @pytest.fixture(autouse=True)

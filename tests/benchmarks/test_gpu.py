@@ -30,7 +30,6 @@ from graphs.graph import GraphArrays
 from graphs.graph_file import graph_from_dict
 from tests.helpers.folders import ROOT
 
-torch.set_num_threads(1)
 MODEL = "recommendation"
 FAKE = {"CUDA_VISIBLE_DEVICES": ""}  # without a GPU the benchmark uses a fake one
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.large_graphs import huge, large, learning, problems
 from benchmarks.record import Effort
@@ -16,8 +15,6 @@ from graphs.graph import PHASES, attributes_of
 from placer.policies import load
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kinds", ["e", "u", "x"])

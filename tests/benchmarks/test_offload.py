@@ -19,7 +19,6 @@ from graphs.extract.placeable import placeable
 from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import equal_costs
 
-torch.set_num_threads(1)
 LAYERS, WIDTH = 6, 256
 
 

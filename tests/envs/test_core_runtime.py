@@ -35,8 +35,6 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 from tests.helpers import tiny_models
 
-torch.set_num_threads(1)
-
 CORES = sorted(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 

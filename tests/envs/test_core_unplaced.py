@@ -32,8 +32,6 @@ from graphs.selection import ConstraintError
 from placer.cli.main import main
 from tests.helpers import tiny_models
 
-torch.set_num_threads(1)
-
 CORES = sorted(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 ONE, BOTH = f"core:{CORES[0]}", f"core:{CORES[0]},core:{CORES[-1]}"

@@ -8,7 +8,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +19,6 @@ from envs.placement_env import INVALID_REWARD, PlacementEnv
 from placer.policies.pool import Clusters, Exercise, draw_pool
 from placer.policies.scheduler_env import SchedulerBatch
 from placer.search.list_scheduler.decoder import WEIGHT_COUNT
-
-torch.set_num_threads(1)
 
 ROLLOUT_STEPS = 100_000
 

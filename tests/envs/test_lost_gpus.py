@@ -23,7 +23,6 @@ from tests.fake_cuda.machine import Machine
 from tests.helpers.clusters import equal_costs
 from tests.helpers.on_torch_devices import everywhere
 
-torch.set_num_threads(1)
 MEMORY_BYTES = 1 << 20
 LOST = "uncorrectable ECC error encountered"
 SENTENCE = f"cuda:1 cannot be used: CUDA error: {LOST}"

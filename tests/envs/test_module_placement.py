@@ -30,7 +30,6 @@ from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import assert_trains_alike
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
 CORE = f"core:{min(os.sched_getaffinity(0))}"
 ON_TWO_DEVICES = pytest.mark.usefixtures("second_device")
 

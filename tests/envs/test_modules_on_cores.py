@@ -20,9 +20,10 @@ import placer
 from envs.backend import StepResult
 from envs.core_runtime import CoreRuntime
 from envs.executors.modules_on_cores import ModulesOnCores
+from envs.executors.process_settings import with_threads
 from envs.executors.unplaced import UnplacedModel
 from envs.hardware.cluster import Link
-from envs.hardware.discover import discover, present
+from envs.hardware.discover import cores_of, discover, present
 from envs.measured import Measured
 from envs.placement import Placement
 from envs.problem import Problem
@@ -33,8 +34,6 @@ from graphs.extract.module_calls import module_paths
 from graphs.graph import GraphArrays
 from graphs.workload import step_copy
 from tests.helpers import tiny_models
-
-torch.set_num_threads(1)
 
 CORES = sorted(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -273,20 +272,29 @@ def test_a_model_that_reads_values_is_placed_by_its_modules_on_its_own(
     [remark] = [each for each in result.remarks if each.startswith("Whole modules are placed, not")]
     assert "reads values of tensors" in remark
     assert __file__ in remark
-    placement = result.candidates[0].placement
-    assert not placement.unplaced
+    first = result.candidates[0].placement
+    assert not first.unplaced
     graph = result.problem.graph
-    where, priority = (graph.group % 2).astype(np.int32), np.array(placement.priority)
+    where, priority = (graph.group % 2).astype(np.int32), np.array(first.priority)
     both = Placement.of(graph, present(BOTH.split(",")), where, priority)
     both.save(tmp_path / "placement.json")
     evaluated = placer.evaluate(both, step, backend="measured", progress=False)
     assert evaluated.feasible, evaluated.why
-    for found, kind in ((tmp_path / "placement.json", ModulesOnCores), (result, UnplacedModel)):
+    unplaced = [each.placement for each in result.candidates if each.placement.unplaced]
+    assert {len(cores_of(*each.used_devices)) for each in unplaced} == {1, 2}
+    answers: list[tuple[Path | placer.Result | Placement, Placement]] = [
+        *((tmp_path / "placement.json", both), (result, result.placement)),
+        *((each, each) for each in unplaced),
+    ]
+    for found, placement in answers:
         model = copy.deepcopy(step.model)
         with placer.apply(model, found, step.inputs, loss=step.loss) as placed:
-            assert isinstance(placed, kind)
+            assert isinstance(placed, ModulesOnCores if placement is both else UnplacedModel)
             torch.manual_seed(2)
             loss = placed.step(*batch(0.1))
         alone = copy.deepcopy(step.model)
-        torch.manual_seed(2)
-        assert torch.equal(loss, tiny_models.squared(alone(batch(0.1)[0]), batch(0.1)[1]))
+        [threads] = {len(cores_of(name)) for name in placement.used_devices}
+        with with_threads(threads):  # their number changes the last bits
+            torch.manual_seed(2)
+            expected = tiny_models.squared(alone(batch(0.1)[0]), batch(0.1)[1])
+        assert torch.equal(loss, expected)

@@ -37,8 +37,6 @@ from tests.helpers.clusters import pair
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
-torch.set_num_threads(1)
-
 CORES = sorted(os.sched_getaffinity(0))
 IDS = ("placer/Placement-v0", "placer/Scheduler-v0")
 

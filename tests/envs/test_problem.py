@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from envs.hardware.cluster import LONGEST_S, Cluster, Device
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from tests.helpers.simulator_cases import fork, one_kind
-
-torch.set_num_threads(1)
 
 
 def cluster_of(kinds: str = "gggg") -> Cluster:

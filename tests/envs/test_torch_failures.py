@@ -22,7 +22,6 @@ from tests.helpers.clusters import equal_costs
 from tests.helpers.on_torch_devices import alternating, everywhere, opened
 from tests.helpers.second_devices import FAKES, second
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 ON_FAKE_CUDA = pytest.mark.parametrize("second_device", FAKES, indirect=True)
 

@@ -23,7 +23,6 @@ from graphs.optimizer import Optimizer
 from tests.helpers.clusters import equal_costs
 from tests.helpers.second_devices import DEVICES, second
 
-torch.set_num_threads(1)
 pytestmark = [
     pytest.mark.usefixtures("second_device"),
     pytest.mark.parametrize("second_device", DEVICES[:3], indirect=True),

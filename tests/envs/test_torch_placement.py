@@ -29,7 +29,6 @@ from tests.helpers.clusters import MEMORY, pair
 from tests.helpers.second_devices import DEVICES, VDEV, second
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 
 

@@ -39,7 +39,6 @@ from tests.helpers.clusters import MEMORY, equal_costs, linked
 from tests.helpers.second_devices import FAKE, opened_device
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 
 

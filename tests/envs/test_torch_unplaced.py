@@ -40,7 +40,6 @@ from tests.helpers.on_torch_devices import everywhere, opened
 from tests.helpers.trained_alike import on_cpu, torch_optimizer, with_optimizer
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 
 

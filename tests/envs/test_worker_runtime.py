@@ -33,7 +33,6 @@ from tests.fake_cuda.sharing import LOST, FakeSharing, lost_when_placed
 from tests.helpers import tiny_models
 from tests.helpers.trained_alike import assert_close, torch_optimizer, with_optimizer
 
-torch.set_num_threads(1)
 NAMES = ("cuda:0", "cuda:1", "cpu")
 ONE_EACH = tuple(Host(devices=(name,)) for name in NAMES)
 

@@ -210,6 +210,9 @@ class Call:
         def work() -> None:
             with _random_numbers(random_state):
                 results = kernel(*args, **kwargs)
+            for leaf in leaves(results):
+                if isinstance(leaf, torch.ScriptObject):  # a collective, which other threads run
+                    leaf.wait()  # type: ignore[attr-defined]  # torch declares no methods
             new = [t for t in leaves(results) if isinstance(t, Tensor)]
             new = [t for t in new if storage_of(t) not in storages]
             for target, result in zip(targets, new, strict=True):

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.machine import Machine
 
-torch.set_num_threads(1)
 CPU, FIRST, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 SEEDS = range(6)
 

@@ -8,7 +8,6 @@ from fractions import Fraction
 import networkx as nx
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +19,6 @@ from graphs.coarsen.merging import cut_by_weight
 from graphs.coarsen.sizes import SUMMED
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
 from graphs.synthetic.mirror import with_backward
-
-torch.set_num_threads(1)
 
 seeds = st.integers(0, 10**7)
 

@@ -22,7 +22,6 @@ from tests.helpers.extracted_steps import of_reference
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import Plain, forward, saved_bytes
 
-torch.set_num_threads(1)
 pytest.importorskip("transformers")
 
 

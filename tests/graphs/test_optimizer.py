@@ -28,8 +28,6 @@ from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import Plain, assert_same, forward, state_of
 from tests.helpers.trained_alike import torch_optimizer, with_optimizer
 
-torch.set_num_threads(1)
-
 CORES = sorted(os.sched_getaffinity(0))
 EVERY_KIND = pytest.mark.parametrize("kind", STATE)
 EVERY_MODEL = pytest.mark.parametrize(

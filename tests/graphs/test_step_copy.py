@@ -9,8 +9,6 @@ from graphs.extract import Workload
 from graphs.workload import step_copy
 from tests.helpers import tiny_models
 
-torch.set_num_threads(1)
-
 
 def test_state_has_the_names_and_order_of_torch() -> None:
     step = Workload(Keeping(), (torch.zeros(4, 4),))

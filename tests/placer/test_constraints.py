@@ -8,7 +8,6 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
-import torch
 
 import placer
 from envs.core_runtime import CoreRuntime
@@ -19,8 +18,6 @@ from placer.job import Constraints, Job, SearchConfig
 from placer.pipeline import optimize_job
 from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair
-
-torch.set_num_threads(1)
 
 CORES = sorted(os.sched_getaffinity(0))
 

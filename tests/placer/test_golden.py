@@ -28,8 +28,6 @@ from tests.helpers.in_turn import in_turn
 from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import TRAINING
 
-torch.set_num_threads(1)
-
 FOLDER: Final = ROOT / "tests" / "golden"
 OBJECTIVES: Final = {
     "latency": (),

@@ -36,8 +36,6 @@ from tests.helpers.measured_machine import HANGS, Machine, TimedStep
 from tests.helpers.random_problems import random_problem
 from tests.helpers.ray_nodes import kill, ray_nodes
 
-torch.set_num_threads(1)
-
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 FACTORS = (1.0, 3.0)
 PROBLEM = random_problem(3, ops=60, devices=2)

@@ -170,7 +170,6 @@ def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
 
 @two_cores
 def test_a_placement_on_one_set_of_cores_is_the_model_as_it_is(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     step = replace(tiny_models.conv_net(), optimizer=placer.Optimizer(kind="sgd"))
     graph = GraphArrays.from_graph(placer.extract(step, devices=None, progress=False))
     cluster = present(["core:0-1"])
@@ -242,8 +241,6 @@ def test_the_unplaced_model_is_a_candidate_unless_pins_forbid_it_or_nothing_is_r
 @pytest.mark.slow
 @two_cores
 def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-
     def branch() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 

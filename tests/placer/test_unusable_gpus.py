@@ -35,7 +35,6 @@ from tests.fake_cuda.machine import Machine
 from tests.fake_cuda.sharing import FakeSharing, lost_when_placed
 from tests.helpers.second_devices import measure_briefly
 
-torch.set_num_threads(1)
 TARGET = """
 import torch
 

@@ -26,7 +26,6 @@ from tests.helpers.clusters import nodes
 from tests.helpers.placed_at_random import cluster_of, cut_placement
 from tests.helpers.tiny_models import Plain
 
-torch.set_num_threads(1)
 PAIR = ("a", "b")
 
 

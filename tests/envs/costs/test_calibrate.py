@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 import pytest
-import torch
 
 from envs.costs import calibrate
 from envs.costs.ops import profile_runs
@@ -27,8 +26,6 @@ from envs.runtime import calibrated
 from graphs.extract import extract
 from graphs.extract.program import StepProgram
 from tests.helpers import tiny_models
-
-torch.set_num_threads(1)
 
 CORES = sorted(os.sched_getaffinity(0))
 

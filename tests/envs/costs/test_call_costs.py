@@ -45,7 +45,6 @@ from graphs.optimizer import Optimizer
 from tests.helpers import tiny_models
 from tests.helpers.clusters import linked, pair
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 KIND = "cuda:fake"
 QUICK = {

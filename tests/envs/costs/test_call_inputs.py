@@ -25,7 +25,6 @@ from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.cuda_module import CACHE_BYTES
 from tests.fake_cuda.tensors import CudaTensor
 
-torch.set_num_threads(1)
 WIDTH = 64
 WEIGHT_BYTES = WIDTH * WIDTH * 4
 GPU = Device(name="cuda:0", kind="fake", memory_bytes=1 << 30)

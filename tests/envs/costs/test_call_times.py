@@ -24,7 +24,6 @@ from tests.fake_cuda.machine import Machine
 from tests.helpers.tiny_models import conv_net
 from tests.helpers.trained_alike import with_optimizer
 
-torch.set_num_threads(1)
 GPU = torch.device("cuda", 0)
 SEEDS = range(4)
 

@@ -25,7 +25,6 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 from placer.search.objectives import Objective
 
-torch.set_num_threads(1)
 CORES = sorted(os.sched_getaffinity(0))
 
 

@@ -32,8 +32,6 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.graph import add_op, attributes_of, new_graph
 from tests.helpers import tiny_models
 
-torch.set_num_threads(1)
-
 CORES = sorted(os.sched_getaffinity(0))
 CORE = f"core:{CORES[0]}"
 Profile: TypeAlias = Callable[[Sequence[Device]], dict[str, np.ndarray]]

@@ -17,7 +17,6 @@ from envs.hardware.cluster import Cluster, Device, cluster_from_dict, cluster_to
 from tests.fake_cuda import fake_cuda
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

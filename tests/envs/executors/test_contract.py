@@ -40,8 +40,6 @@ from tests.helpers.trained_alike import (
 )
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
-
 Placed = PlacedModel | PlacedModule | HookedModule | UnplacedModel
 Place = Callable[..., Placed]
 NO_CUDA: Final = pytest.mark.skipif(

@@ -19,8 +19,6 @@ from graphs.extract import Extraction, ExtractionError, StepError, Workload, ext
 from tests.helpers.placed_steps import CORES, by_calls, by_modules, on_cores
 from tests.helpers.tiny_models import Plain, assert_same
 
-torch.set_num_threads(1)
-
 X, Y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
 
 

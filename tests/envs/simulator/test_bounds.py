@@ -9,7 +9,6 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -25,8 +24,6 @@ from graphs.synthetic.planted import Planted, planted
 from graphs.synthetic.shapes import Weights, fork_join, layered
 from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import one_kind, problem_of, random_case
-
-torch.set_num_threads(1)
 
 
 def bound_of(graph: nx.DiGraph[str], cluster: Cluster) -> int:

@@ -10,7 +10,6 @@ from itertools import product
 import networkx as nx
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -38,8 +37,6 @@ from tests.helpers.simulator_cases import (
     simulated_ns,
 )
 from tests.helpers.simulator_twin import twin_step
-
-torch.set_num_threads(1)
 
 
 def assert_equals_twin(case: Case) -> None:

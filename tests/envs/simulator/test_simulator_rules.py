@@ -10,7 +10,6 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
-import torch
 
 from envs.hardware.cluster import Cluster
 from envs.placement import Placement
@@ -25,8 +24,6 @@ from envs.simulator.max_load import max_load_ns, overload_reason
 from envs.simulator.micro_batches import Pipeline
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from tests.helpers.simulator_cases import fork, one_kind, problem_of, run
-
-torch.set_num_threads(1)
 
 
 def senders(pairs: str, **costs_us: float) -> nx.DiGraph[str]:

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,6 @@ from envs.simulator import (
 )
 from envs.simulator.trace import chrome_trace
 from tests.helpers.simulator_cases import fork, one_kind, problem_of, random_case
-
-torch.set_num_threads(1)
 
 
 @settings(max_examples=60)

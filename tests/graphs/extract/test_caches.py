@@ -18,7 +18,6 @@ from tests.helpers.tiny_models import Plain
 
 transformers = pytest.importorskip("transformers")
 BaseModelOutput = transformers.modeling_outputs.BaseModelOutput
-torch.set_num_threads(1)
 
 SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 DECODER = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -18,8 +18,6 @@ from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 STEPS = tiny_models.STEPS | tiny_reference_models.STEPS | tiny_transformers.STEPS
 QUICK = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),

@@ -21,8 +21,6 @@ from graphs.extract import ExtractionError, Workload, extract
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, assert_same, squared
 
-torch.set_num_threads(1)
-
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 

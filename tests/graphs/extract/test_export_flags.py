@@ -20,8 +20,6 @@ from graphs.extract import ExtractionError, Workload, extract
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, assert_same, squared, state_of
 
-torch.set_num_threads(1)
-
 X = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1
 WAYS: dict[str, Callable[[], bool]] = {
     "exporting": lambda: bool(torch.compiler.is_exporting()),

@@ -15,8 +15,6 @@ from graphs.graph import attributes_of
 from tests.helpers import tiny_transformers
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 BOTH = pytest.mark.parametrize("extractor", ["export", "dispatch"])
 PARTS = ("softmax", "bmm", "baddbmm")

@@ -18,8 +18,6 @@ from graphs.graph import attributes_of
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 

@@ -18,8 +18,6 @@ from graphs.extract.extraction import EXTRACTORS
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, assert_same, eager, forward, squared
 
-torch.set_num_threads(1)
-
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 LINEAR = nn.Linear(8, 8)
 

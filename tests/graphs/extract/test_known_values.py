@@ -14,8 +14,6 @@ from graphs.extract.reads.known_values import Range
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 X = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1
 
 

@@ -63,8 +63,6 @@ def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
         yield from _allocations(event.children)
 
 
-torch.set_num_threads(1)
-
 ONE = Cluster(name="one", devices=(Device(name="a", kind="x", memory_bytes=1 << 40),), links=())
 
 

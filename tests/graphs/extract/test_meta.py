@@ -15,8 +15,6 @@ from graphs.extract.eager import check_has_memory
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 
 def on_meta(step: Workload) -> Workload:
     return replace(step, model=copy.deepcopy(step.model).to("meta"))

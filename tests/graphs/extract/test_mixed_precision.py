@@ -35,7 +35,6 @@ from tests.helpers.tiny_models import (
     state_of,
 )
 
-torch.set_num_threads(1)
 pytest.importorskip("transformers")
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -24,8 +24,6 @@ from graphs.optimizer import Optimizer
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 

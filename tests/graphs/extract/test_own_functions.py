@@ -30,8 +30,6 @@ from tests.helpers.own_functions import (
 from tests.helpers.placed_steps import by_calls
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
-
 
 def own_calls(extraction: Extraction) -> list[str]:
     calls = extraction.forward.calls

@@ -17,7 +17,6 @@ from tests.helpers.placed_steps import by_calls
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 

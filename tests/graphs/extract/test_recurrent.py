@@ -21,8 +21,6 @@ from tests.helpers import one_process
 from tests.helpers.placed_steps import two_cores
 from tests.helpers.tiny_models import NO_BF16_LSTM, Plain, assert_same, eager, squared
 
-torch.set_num_threads(1)
-
 KERNEL, BACKWARD = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"
 BF16 = pytest.param("bf16", marks=pytest.mark.skipif(bool(NO_BF16_LSTM), reason=NO_BF16_LSTM))
 LAYERS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,6 @@ from placer.exports.renaming import ExportError
 from tests.helpers import tiny_models
 from tests.helpers.placed_at_random import cut_placement
 
-torch.set_num_threads(1)
 LIKELY = ("meta", "graph")
 
 

@@ -26,7 +26,6 @@ from tests.helpers.extracted_steps import of_reference
 from tests.helpers.in_turn import LARGE, in_turn
 from tests.helpers.tiny_models import assert_same, eager, forward, saved_bytes, squared
 
-torch.set_num_threads(1)
 pytest.importorskip("transformers")
 
 TRANSFORMERS = {

@@ -23,8 +23,6 @@ from tests.helpers import checking_models, one_process
 from tests.helpers.checking_models import CHECKS, STEERING
 from tests.helpers.tiny_models import Plain, squared
 
-torch.set_num_threads(1)
-
 X = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1
 OTHER = torch.rand(4, 8, generator=torch.Generator().manual_seed(1)) * 3 + 0.1
 

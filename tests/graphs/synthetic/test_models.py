@@ -32,8 +32,6 @@ from graphs.models.dlrm import Interaction
 from graphs.models.moe import SparseMoe
 from tests.helpers.tiny_reference_models import TINY_DLRM, TINY_MOE, TINY_NASNET, parameter_count
 
-torch.set_num_threads(1)
-
 AUXILIARY = 768 * 128 + 25 * 128 * 768 + 2 * (128 + 768) + 768 * 1000 + 1000
 CELL = 4 * (2 * 512 * 512 + 2 * 512)
 BOTTOM = (13 + 1) * 512 + (512 + 1) * 256 + (256 + 1) * 64 + (64 + 1) * 16

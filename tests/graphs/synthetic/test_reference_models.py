@@ -17,8 +17,6 @@ from tests.helpers.in_turn import in_turn
 from tests.helpers.tiny_models import assert_same, eager
 from tests.helpers.tiny_reference_models import STEPS, TINY_MOE, parameter_count
 
-torch.set_num_threads(1)
-
 EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from graphs.graph_file import load_graph
 from placer.cli.main import main
-
-torch.set_num_threads(1)
 
 MODEL = """
 import numpy as np

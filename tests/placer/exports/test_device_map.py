@@ -30,7 +30,6 @@ from tests.helpers.extracted_steps import without_dropout
 from tests.helpers.in_turn import LARGE, in_turn
 from tests.helpers.placed_at_random import cut_placement, placement_of, random_placement
 
-torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
 
 PAIR = ("cpu", "cuda:0")

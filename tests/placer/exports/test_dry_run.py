@@ -25,7 +25,6 @@ from tests.helpers.placed_at_random import placement_of, random_placement
 from tests.helpers.tiny_models import Plain, squared
 from tests.placer.exports.test_export_prediction import NAMES, problem_of
 
-torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
 
 

@@ -32,7 +32,6 @@ from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.extracted_steps import without_dropout
 from tests.helpers.placed_at_random import cut_placement, placement_of
 
-torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
 
 

@@ -32,8 +32,6 @@ from tests.helpers.placed_at_random import cut_placement, placement_of
 from tests.helpers.tiny_models import Plain, squared
 from tests.placer.exports.test_export import THREE_LAYERS, three_layers
 
-torch.set_num_threads(1)
-
 CORES = sorted(os.sched_getaffinity(0))
 NAMES = ("cuda:0", "cuda:1")
 MILLISECOND = 1e-3

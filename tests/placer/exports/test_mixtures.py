@@ -17,7 +17,6 @@ from tests.helpers.placed_steps import CORES, on_cores
 from tests.helpers.tiny_models import assert_same, eager
 
 pytest.importorskip("transformers")
-torch.set_num_threads(1)
 
 
 def extracted(name: str, *, training: bool) -> Extraction:

@@ -34,8 +34,6 @@ from tests.placer.exports.test_device_map import (
 )
 from tests.placer.exports.test_planned_maps import cluster
 
-torch.set_num_threads(1)
-
 ON_EXAMPLE = "checked for the example inputs only"
 UNCHECKED = "were not checked"
 

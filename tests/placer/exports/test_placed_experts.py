@@ -12,8 +12,6 @@ from placer.exports.device_map import device_map
 from placer.exports.format import export_extracted
 from tests.placer.exports.test_planned_maps import NAMES, cluster
 
-torch.set_num_threads(1)
-
 
 class Mixture(nn.Module):
     """The weighted sum as a module: accelerate moves the inputs of modules."""

@@ -22,7 +22,6 @@ from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers
 from tests.placer.exports.test_device_map import contrast
 
-torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 

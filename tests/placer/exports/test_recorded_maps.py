@@ -24,8 +24,6 @@ from tests.placer.exports.test_device_map import (
     trained,
 )
 
-torch.set_num_threads(1)
-
 
 @functools.cache
 def recorded(name: str) -> Extraction:

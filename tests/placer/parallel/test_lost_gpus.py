@@ -14,7 +14,6 @@ from tests.fake_cuda.machine import machine
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import placed, rank
 
-torch.set_num_threads(1)
 LOST = "uncorrectable ECC error encountered"
 TARGET = """
 import torch

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from placer.cli.main import main
 from placer.policies import load
@@ -25,8 +24,6 @@ from placer.policies.evaluation import (
 from placer.policies.network import FORMAT
 from placer.policies.training import train
 from tests.helpers.tiny_training import TINY
-
-torch.set_num_threads(1)
 
 TINY_SUITE = Suite(name="tiny", families=("layered", "grid"), graphs=4, max_ops=80)
 SUITES = """

@@ -15,8 +15,6 @@ from placer.policies.training.learner import Learner, exported, imported
 from tests.helpers.random_problems import random_problem
 from tests.helpers.tiny_training import TINY
 
-torch.set_num_threads(1)
-
 
 def learner(average_rollouts: int) -> Learner:
     config = replace(TINY, ppo=replace(TINY.ppo, average_rollouts=average_rollouts))

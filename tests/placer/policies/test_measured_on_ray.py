@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from envs.hardware.discover import present
 from placer.cli.main import main
@@ -28,8 +27,6 @@ from tests.helpers.random_problems import random_problem
 from tests.helpers.ray_nodes import kill, ray_nodes
 from tests.helpers.tiny_training import curve
 from tests.placer.policies.test_measured_training import MODEL
-
-torch.set_num_threads(1)
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 pytestmark = [pytest.mark.slow, two_cores]

@@ -31,8 +31,6 @@ from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from tests.helpers.measured_machine import Machine, Order
 from tests.helpers.random_problems import random_problem
 
-torch.set_num_threads(1)
-
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 MODEL = """
 import torch

@@ -29,8 +29,6 @@ from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import random_problem
 from tests.helpers.tiny_training import TINY
 
-torch.set_num_threads(1)
-
 
 def made_up_policy(seed: int = 0) -> Policy:
     rng = np.random.default_rng(seed)

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from placer.policies.training import train
 from placer.policies.training.config import Length
 from tests.helpers.ray_nodes import ray_nodes
 from tests.helpers.tiny_training import TINY, curve
-
-torch.set_num_threads(1)
 
 pytestmark = pytest.mark.slow
 CONFIG = replace(TINY, length=Length(decodes=800))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +30,6 @@ from placer.policies.training.log import COLUMNS, Log
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from tests.helpers.processes import all_end, largest_file
 from tests.helpers.tiny_training import TINY, TWO_STAGES, curve, toml
-
-torch.set_num_threads(1)
 
 
 def test_training_writes_a_policy_with_every_seed_in_its_card(tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ from placer.policies.training.config import Ppo, Stage, TrainingConfig
 from tests.helpers.folders import ROOT
 from tests.helpers.tiny_training import TINY, TWO_STAGES, toml
 
-torch.set_num_threads(1)
-
 CONFIGS = sorted((ROOT / "trained_policies").glob("*.toml"))
 
 

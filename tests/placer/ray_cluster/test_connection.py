@@ -17,7 +17,6 @@ from typing import Any
 
 import numba
 import pytest
-import torch
 
 from placer.cli.main import main
 from placer.job import SearchConfig
@@ -32,8 +31,6 @@ from placer.startup import VERSION
 from tests.helpers.folders import ROOT
 from tests.helpers.random_problems import random_problem
 from tests.helpers.ray_nodes import InTurn, ray_nodes
-
-torch.set_num_threads(1)
 
 PROBLEM = random_problem(3, ops=1000, devices=6)
 MOST_S = 10.0

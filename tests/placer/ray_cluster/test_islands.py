@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from envs.simulator.max_load import max_load_ns
 from placer.job import SearchConfig
@@ -29,8 +28,6 @@ from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest, SearchTrace
 from tests.helpers.random_problems import random_problem
 from tests.helpers.ray_nodes import InTurn
-
-torch.set_num_threads(1)
 
 PROBLEM = random_problem(3, ops=60, devices=3)
 THOUSAND = Budget(evaluations=1000)

@@ -33,8 +33,6 @@ from placer.ray_cluster.measuring import MeasuringNodes
 from placer.ray_cluster.node_step import NodeStep, OtherDevicesError, Runs
 from tests.helpers.ray_nodes import kill, ray_nodes
 
-torch.set_num_threads(1)
-
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 MOST_S = 10.0
 NODE = Node(key="a", name="10.0.0.5:9", cpus=8, gpus=4)

@@ -18,7 +18,6 @@ from placer.sources.target import load_step
 from tests.helpers import one_process
 from tests.helpers.tiny_models import assert_same
 
-torch.set_num_threads(1)
 ANY: Any = torch
 """Untyped alias, for functions of torch without types."""
 

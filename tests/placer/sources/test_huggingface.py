@@ -19,7 +19,6 @@ from placer.sources.target import load_step
 from tests.helpers.tiny_models import assert_same
 from tests.helpers.tiny_transformers import COMMON, OTHERS, TARGETS, load
 
-torch.set_num_threads(1)
 transformers = pytest.importorskip("transformers")
 
 PUBLISHED = {

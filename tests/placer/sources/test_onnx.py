@@ -23,7 +23,6 @@ from tests.helpers.tiny_models import assert_same, export_onnx
 from tests.helpers.tiny_transformers import TARGETS
 from tests.helpers.tiny_transformers import load as load_transformer
 
-torch.set_num_threads(1)
 onnx = pytest.importorskip("onnx")
 helper, FLOAT, INT64 = onnx.helper, onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 

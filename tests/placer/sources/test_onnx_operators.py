@@ -12,7 +12,6 @@ import torch
 
 from placer.sources.names import TargetError
 
-torch.set_num_threads(1)
 onnx = pytest.importorskip("onnx")
 
 TYPES = frozenset(

@@ -20,8 +20,6 @@ from torch.export.pt2_archive import _package
 from placer.sources.names import TargetError
 from placer.sources.target import load_step
 
-torch.set_num_threads(1)
-
 Program = dict[str, Any]
 
 

@@ -23,8 +23,6 @@ from placer.sources.names import TargetError
 from placer.sources.target import load_step
 from placer.warm_start import load_warm_start
 
-torch.set_num_threads(1)
-
 Program = dict[str, Any]
 
 

@@ -24,8 +24,6 @@ from tests.helpers.folders import ROOT
 from tests.helpers.placed_steps import CORES, on_cores
 from tests.helpers.tiny_models import Plain, assert_same, eager, squared
 
-torch.set_num_threads(1)
-
 OPERATOR = """
 import torch
 from torch import Tensor

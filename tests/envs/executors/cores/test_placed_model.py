@@ -29,7 +29,6 @@ from tests.helpers.processes import is_alive
 from tests.helpers.tiny_models import assert_same, eager, forward, gradients_of, state_of
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 

@@ -32,7 +32,6 @@ from tests.helpers.folders import ROOT
 from tests.helpers.placed_steps import CORES, open_descriptors, two_cores, worker_ids
 from tests.helpers.processes import all_end, becomes_true, is_alive
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 

@@ -23,8 +23,6 @@ from tests.helpers.one_process import run
 from tests.helpers.placed_steps import CORES, two_cores
 from tests.helpers.tiny_models import assert_same, eager
 
-torch.set_num_threads(1)
-
 a, b = torch.randn(5, 300), torch.randn(300, 7)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "aten.add.Tensor": (a, a.flip(0)),

@@ -35,7 +35,6 @@ from tests.helpers.trained_alike import (
     with_optimizer,
 )
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]
 MACHINES = {

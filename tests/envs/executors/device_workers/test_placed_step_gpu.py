@@ -15,7 +15,6 @@ from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_close, on_cpu, torch_optimizer, with_optimizer
 
-torch.set_num_threads(1)
 CPU, FIRST, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = [

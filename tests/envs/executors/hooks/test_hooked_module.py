@@ -22,8 +22,6 @@ from tests.helpers.second_devices import VDEV, opened_device
 from tests.helpers.tiny_models import Plain, forward
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
-
 # --- what the model does depends on its data
 
 

@@ -15,7 +15,6 @@ from tests.helpers.extracted_steps import placed_at, two_linear
 from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
 # --- lists and dicts
 
 

@@ -22,7 +22,6 @@ from tests.helpers.op_log import OpLog
 from tests.helpers.second_devices import DEVICES, second
 from tests.helpers.tiny_models import Plain
 
-torch.set_num_threads(1)
 SEEN = ("tanh", "sigmoid", "softshrink", "gelu", "elu", "softplus", "hardtanh", "leaky_relu")
 """Functions with an op each for forward and backward; the last two run on the CPU."""
 OF_CPU = SEEN[-2:]

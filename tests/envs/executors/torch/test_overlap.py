@@ -35,7 +35,6 @@ from tests.helpers.second_devices import DEVICES, FAKE, on_gpus, second
 from tests.helpers.tiny_models import Plain, squared
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 ON_DEVICES = pytest.mark.parametrize("second_device", DEVICES, indirect=True)
 NAMES = ("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight")

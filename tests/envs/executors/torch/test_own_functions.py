@@ -34,8 +34,6 @@ from tests.helpers.placed_steps import by_calls, on_cores, random_devices, two_c
 from tests.helpers.second_devices import FAKE, VDEV, opened_device
 from tests.helpers.trained_alike import assert_close, assert_trains_alike, on_cpu, with_optimizer
 
-torch.set_num_threads(1)
-
 
 @functools.cache
 def extracted(name: str) -> Extraction:

@@ -16,8 +16,6 @@ from graphs.extract import Extraction, Workload, extract
 from tests.helpers import tiny_models
 from tests.helpers.trained_alike import assert_trains_alike
 
-torch.set_num_threads(1)
-
 NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler"
 )

@@ -20,8 +20,6 @@ from tests.helpers.tiny_models import squared
 from tests.helpers.trained_alike import on_cpu
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
-
 
 def dropping() -> Workload:
     """Return a step with dropout and batch norm."""

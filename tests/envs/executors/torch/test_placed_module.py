@@ -23,8 +23,6 @@ from tests.helpers.tiny_models import Plain, forward, state_of
 from tests.helpers.trained_alike import assert_trains_alike, on_cpu
 from tests.helpers.vdev import TRANSFERS
 
-torch.set_num_threads(1)
-
 # --- in-place writes
 
 

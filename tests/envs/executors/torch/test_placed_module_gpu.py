@@ -26,8 +26,6 @@ from tests.helpers.second_devices import FAKE, HAS_CUDA, REAL, on_gpus
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_trains_alike, torch_optimizer, with_optimizer
 
-torch.set_num_threads(1)
-
 pytestmark = [
     pytest.mark.usefixtures("cuda"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),

@@ -31,7 +31,6 @@ from tests.helpers.second_devices import DEVICES, second
 from tests.helpers.tiny_models import Plain, forward, squared, state_of
 from tests.helpers.trained_alike import torch_optimizer, with_optimizer
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 ON_DEVICES = pytest.mark.parametrize("second_device", DEVICES, indirect=True)
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import forward
 from tests.helpers.trained_alike import assert_close
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 
 

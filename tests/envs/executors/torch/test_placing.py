@@ -13,8 +13,6 @@ from tests.helpers.extracted_steps import extracted, fresh, on
 from tests.helpers.tiny_models import Plain
 from tests.helpers.trained_alike import assert_trains_alike, gradients, on_cpu
 
-torch.set_num_threads(1)
-
 # --- placing again
 
 

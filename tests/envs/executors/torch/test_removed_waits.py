@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import pytest
-import torch
 
 from tests.helpers.late_reductions import LATE
 from tests.helpers.overlapping import SCENARIOS
@@ -14,7 +13,6 @@ from tests.helpers.removed_waits import KEPT, Site, hits, killer, sites
 from tests.helpers.sent_between_workers import TRANSPORT
 from tests.helpers.timed_idle import COSTS, HARDWARE, STEPS
 
-torch.set_num_threads(1)
 SEEDS: Final = range(6)
 FEW_SEEDS: Final = range(2)  # all as late as possible, or as early
 Scenarios = Mapping[str, Callable[[int], None]]

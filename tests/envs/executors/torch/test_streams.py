@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.helpers.overlapping import SCENARIOS
 
-torch.set_num_threads(1)
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in range(6)]
 """The first run streams as late as possible and as early, the others in random orders."""
 
