@@ -6,7 +6,8 @@ and those of the trained policies. At equal decodes results do not depend on the
 of N decodes also has two thirds as many moves of annealing, as the shares of the search are.
 
 For reference, weights that evolution found on a smaller graph of the same maker, a sibling, on the
-same devices, are proposed beside a policy's: to know a family by a search is worth so much.
+same devices, are proposed beside a policy's: to know a family by a search is worth so much. And
+searches that take many times as long show what proposals can be worth at most.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ DECODE, SECOND = "decodes", "s"
 """Units of budgets."""
 PROPOSALS: Final = 5
 SIBLING_DECODES: Final = 400
+LONGER: Final = 12
+"""How many times as long searches may take, to show what they still find then."""
 
 
 class RandomWeights(Initial):
@@ -114,6 +117,11 @@ def training_seeds() -> dict[str, Proposer | None]:
     return found
 
 
+def initial_and_default() -> dict[str, Proposer | None]:
+    """Return initial weights and the default policy."""
+    return {"initial weights": Initial(), GENERALIST: load(GENERALIST)}
+
+
 def with_sibling(sibling: Large, decodes: int = SIBLING_DECODES) -> dict[str, Proposer | None]:
     """Return initial weights, the default policy, and the same beside a sibling's weights.
 
@@ -121,11 +129,8 @@ def with_sibling(sibling: Large, decodes: int = SIBLING_DECODES) -> dict[str, Pr
     """
     policy = load(GENERALIST)
     weights = evolve_weights(sibling.exercise(), policy, decodes)
-    return {
-        "initial weights": Initial(),
-        GENERALIST: policy,
-        f"{GENERALIST}, sibling's weights": WithWeights(weights, policy),
-    }
+    beside = WithWeights(weights, policy)
+    return {**initial_and_default(), f"{GENERALIST}, sibling's weights": beside}
 
 
 def budget_of(amount: float, item: Exercise, *, seconds: bool) -> Budget:
@@ -283,6 +288,14 @@ def parts(
             lengths[:1],
             SECOND,
             arms=training_seeds,
+        ),
+        "longer": partial(
+            part,
+            "Learning, and longer searches",
+            problems,
+            (short[-1], LONGER * short[-1]),
+            SECOND,
+            arms=initial_and_default,
         ),
         "siblings": siblings,
         "foreign": foreign_graphs,

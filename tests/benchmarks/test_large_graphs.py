@@ -98,6 +98,16 @@ def test_problems_are_searched_beside_weights_of_their_siblings(
     assert np.shape(out["0.05"]["initial weights"]["ratios"]) == (1, 2)
 
 
+def test_longer_searches_stand_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "SECONDS", (0.05,))
+    small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
+    out: dict[str, Any] = {}
+    table = learning.parts(Effort("quick"), [small], [], [], [])["longer"](out)
+    assert table is not None
+    assert list(table.columns) == ["proposals", "0.05 s", "0.6 s"]
+    assert [row[0] for row in table.rows] == list(learning.initial_and_default())
+
+
 def test_foreign_graphs_are_large_and_every_one_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(problems.FOREIGN) == 10
     graph = problems.FOREIGN[-1].make()
