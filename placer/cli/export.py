@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     from graphs.files import write_whole
     from placer.exports import format_named
     from placer.exports.format import export_extracted
-    from placer.exports.renaming import ExportError, check_renamed
+    from placer.exports.renaming import ExportError, renamed_devices
 
     predict = args.predict or bool(args.memory)
     with usage_errors():
         placement = _placement(args.placement)
-        check_renamed(args.renamed, placement.device_names)
+        renamed = renamed_devices(args.renamed, placement.device_names)
     take_mode(args, placement)
     check_model_options(args, args.target)
     step = target_of(args).load(weights=predict)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             extraction,
             placement,
             problem=problem,
-            renamed=args.renamed,
+            renamed=renamed,
             main_device=args.main_device,
         )
     for remark in [*exported.summary, *remarks]:

@@ -20,6 +20,7 @@ from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.extract import Extraction
 from placer.exports.placed_modules import PlacedModules, call_keys
+from placer.exports.renaming import renamed_devices
 
 SMALLEST_CHANGE: Final = 0.01
 """Relative difference below which two step times count as equal."""
@@ -191,13 +192,14 @@ def export_extracted(
     ``problem`` is the placed graph with op costs, without which no step is predicted. ``renamed``
     is {device of the placement: device to write}, ``main_device`` that of the model's inputs.
     """
+    names = renamed_devices(renamed or {}, placement.device_names)
     predictor = None
     if problem is not None:
-        predictor = StepPredictor(problem, placement, extraction, renamed)
+        predictor = StepPredictor(problem, placement, extraction, names)
     placed = PlacedModules.of(
         extraction,
         placement,
-        renamed=renamed,
+        renamed=names,
         main_device=main_device,
         predict_step=None if predictor is None else predictor.step,
     )

@@ -19,7 +19,7 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import PHASES, GraphArrays
 from placer.exports.model_alone import ModelPass, model_pass
-from placer.exports.renaming import check_of_torch, check_renamed
+from placer.exports.renaming import check_of_torch, renamed_devices
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 PredictStep = Callable[[Mapping[str, str]], StepResult]
@@ -69,8 +69,7 @@ class PlacedModules:
         known_forward: ModelPass | None = None,
     ) -> PlacedModules:
         """Return a placement of ops (devices ``core:N``) or of calls by the model's modules."""
-        names = dict(renamed or {})
-        check_renamed(names, placement.device_names)
+        names = renamed_devices(renamed or {}, placement.device_names)
         graph = _graph_of(extraction, placement)
         devices = tuple(
             Device(name=name, kind=name, memory_bytes=0) for name in placement.device_names

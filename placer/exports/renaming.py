@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from envs.hardware.core_sets import core_runs
+from envs.hardware.discover import is_core
 from envs.runtime import is_of_torch
 
 
@@ -15,18 +17,26 @@ class RenamingError(ExportError):
     """Device names are invalid or missing; the message says how to give them."""
 
 
-def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
-    """Check that the renamed devices belong to the placement and the new ones can exist.
+def renamed_devices(renamed: Mapping[str, str], placed_on: Sequence[str]) -> dict[str, str]:
+    """Return {device: name to write} for the devices of a placement; check that the names exist.
 
-    If all devices of the placement are renamed, additional names are accepted.
+    A set of cores without a name has that of its first core: the answer of a search may be the
+    unplaced model on all cores. If all devices of the placement are renamed, additional ones are
+    accepted.
     """
+    names = dict(renamed)
+    for name in filter(is_core, placed_on):
+        first = f"core:{core_runs(name)[0][0]}"
+        if name not in renamed and first in renamed:
+            names[name] = renamed[first]
     unknown = [name for name in renamed if name not in placed_on]
-    if unknown and not set(placed_on) <= renamed.keys():
+    if unknown and not set(placed_on) <= names.keys():
         raise RenamingError(
             f"{unknown[0]} cannot be renamed: the placement has {', '.join(placed_on)}, to be "
             f"renamed as in {_example(placed_on)}"
         )
-    check_of_torch({name for name in renamed.values() if name not in placed_on}, placed_on)
+    check_of_torch({name for name in names.values() if name not in placed_on}, placed_on)
+    return names
 
 
 def check_of_torch(devices: Collection[str], placed_on: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from placer.exports.dry_run import flow
 from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
 from placer.exports.placed_modules import PlacedModules, around, parent
-from placer.exports.renaming import ExportError
+from placer.exports.renaming import ExportError, renamed_devices
 from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers
 from tests.helpers.extracted_steps import without_dropout
@@ -377,3 +377,14 @@ def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
     renamed = dict(zip(cores, GPUS, strict=True))
     content = device_map(halves(cores, renamed=renamed, main_device="cuda:1")).content
     assert (content["0"], content["4"]) == (0, 1)
+
+
+def test_a_set_of_cores_is_renamed_as_its_first_core_is() -> None:
+    written = {"core:0": "cuda:1", "core:1": "cuda:0"}
+    graph = call_graph(extracted("conv_net")).graph
+    unplaced = replace(placement_of(graph, ("core:0-1",), [0] * len(graph)), unplaced=True)
+    placed = PlacedModules.of(extracted("conv_net"), unplaced, renamed=written)
+    assert device_map(placed).content == {"": 1}
+    assert renamed_devices({"core:0+2": "cpu", **written}, ("core:0+2",))["core:0+2"] == "cpu"
+    with pytest.raises(ExportError, match="core:1 cannot be renamed: the placement has core:0-1,"):
+        renamed_devices({"core:1": "cuda:0"}, ("core:0-1",))
