@@ -171,8 +171,8 @@ def export(
         optimizer: as for :class:`placer.Workload`.
         dtype: as for :func:`apply`.
         extractor: as for :func:`optimize`.
-        renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``; a set
-            of cores is written as its first core.
+        renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``. A
+            set of cores that is not renamed itself is written as its first core is.
         main_device: device of the inputs of a model with a device map, by default the first
             accelerator.
 

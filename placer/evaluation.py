@@ -31,7 +31,7 @@ from placer.search.compilation import compilation_stage
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.objectives import Objective
-from placer.warm_start import WarmStart, check_here, warm_start_of
+from placer.warm_start import WarmStart, WarmStartError, check_here, warm_start_of
 
 if TYPE_CHECKING:
     from envs.measured import Measured
@@ -179,7 +179,12 @@ def evaluate_job(job: Job, backend: str | Backend, progress: Progress) -> Evalua
     start = job.search.start_from
     step = costed_step(job.loaded(progress), progress)
     assert start is not None
-    assert step.warm_start is not None
+    if step.warm_start is None:
+        assert isinstance(start, Placement)
+        raise WarmStartError(
+            f"the placement is the unplaced model on {', '.join(start.used_devices)}, not on "
+            f"{', '.join(step.cluster.names)}: leave the devices out"
+        )
     remark = ""
     if not isinstance(start, Placement) and step.extraction is not None:
         remark = start.conflict(step.extraction)

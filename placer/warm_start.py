@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import device_kind
+from envs.hardware.core_sets import cores_named, has_several_cores
+from envs.hardware.discover import device_kind, is_core
 from envs.placement import Placement
 from graphs.graph import GraphArrays
 from graphs.strict_json import brief, load_checked, table
@@ -50,6 +51,8 @@ def check_here(start: WarmStart) -> None:
 
 def check_devices(start: WarmStart, cluster: Cluster) -> None:
     """Check that a cluster has the devices of a warm start, before its model is extracted."""
+    if is_joined(start, cluster):
+        return
     try:
         if isinstance(start, Placement):
             for name in start.used_devices:
@@ -58,6 +61,23 @@ def check_devices(start: WarmStart, cluster: Cluster) -> None:
             start.check_devices(cluster)
     except ValueError as error:
         raise WarmStartError(str(error)) from error
+
+
+def is_joined(start: WarmStart, cluster: Cluster) -> bool:
+    """Return whether a start is the unplaced model on a set of cores that are devices of their own.
+
+    An optimization on these devices may have had it as its answer, and runs it in any case.
+    """
+    if not isinstance(start, Placement) or not start.unplaced:
+        return False
+    here = {core for name in cluster.names if is_core(name) for core in cores_named(name)}
+    return all(
+        is_core(name)
+        and has_several_cores(name)
+        and name not in cluster.names
+        and cores_named(name) <= here
+        for name in start.used_devices
+    )
 
 
 def placement_of(

@@ -6,8 +6,8 @@ and those of the trained policies. At equal decodes results do not depend on the
 of N decodes also has two thirds as many moves of annealing, as the shares of the search are.
 
 For reference, weights that evolution found on a smaller graph of the same maker, a sibling, on the
-same devices, are proposed beside a policy's: to know a family by a search is worth so much. And
-searches that take many times as long show what proposals can be worth at most.
+same devices, are proposed beside a policy's: to know a family by a search is worth so much.
+Searches that take twelve times as long show what is left to find.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DECODE, SECOND = "decodes", "s"
 PROPOSALS: Final = 5
 SIBLING_DECODES: Final = 400
 LONGER: Final = 12
-"""How many times as long searches may take, to show what they still find then."""
+"""Factor by which the longer searches are longer."""
 
 
 class RandomWeights(Initial):
@@ -235,7 +235,7 @@ def parts(
     pairs: Sequence[tuple[Large, Large]],
     foreign: Sequence[Large],
 ) -> dict[str, Part]:
-    """Return the parts: equal decodes and equal time, also on problems kept for the end; seeds.
+    """Return the parts: equal decodes and time, also on problems kept for the end; seeds; longer.
 
     The last two compare with weights evolved on siblings, of ``pairs`` of problem and sibling, and
     show every one of the ``foreign`` problems.

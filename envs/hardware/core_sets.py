@@ -66,6 +66,18 @@ def core_runs(name: str) -> list[tuple[int, int]]:
     return runs
 
 
+def cores_named(name: str) -> set[int]:
+    """Return the cores of a core set.
+
+    >>> cores_named("core:0+2-3")
+    {0, 2, 3}
+
+    Raises:
+        ValueError: as :func:`core_runs`.
+    """
+    return {core for low, high in core_runs(name) for core in range(low, high + 1)}
+
+
 def check_core_sets(names: Iterable[str]) -> None:
     """Raise ValueError for a bad name of a core set, or two of one host that share a core."""
     runs: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)

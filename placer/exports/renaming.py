@@ -18,18 +18,20 @@ class RenamingError(ExportError):
 
 
 def renamed_devices(renamed: Mapping[str, str], placed_on: Sequence[str]) -> dict[str, str]:
-    """Return {device: name to write} for the devices of a placement; check that the names exist.
+    """Return ``renamed`` with all devices of the placement that it is to rename; check the names.
 
-    A set of cores without a name has that of its first core: the answer of a search may be the
-    unplaced model on all cores. If all devices of the placement are renamed, additional ones are
-    accepted.
+    A set of cores that is not renamed itself is written as its first core is: the answer of a
+    search may be the unplaced model on all cores. If all devices of the placement are renamed,
+    additional ones are accepted.
     """
-    names = dict(renamed)
-    for name in filter(is_core, placed_on):
-        first = f"core:{core_runs(name)[0][0]}"
-        if name not in renamed and first in renamed:
-            names[name] = renamed[first]
-    unknown = [name for name in renamed if name not in placed_on]
+    first_of = {
+        name: f"core:{core_runs(name)[0][0]}"
+        for name in placed_on
+        if is_core(name) and name not in renamed
+    }
+    of_sets = {name: renamed[first] for name, first in first_of.items() if first in renamed}
+    names = {**renamed, **of_sets}
+    unknown = [name for name in renamed if name not in {*placed_on, *first_of.values()}]
     if unknown and not set(placed_on) <= names.keys():
         raise RenamingError(
             f"{unknown[0]} cannot be renamed: the placement has {', '.join(placed_on)}, to be "

@@ -283,13 +283,14 @@ def test_a_model_that_reads_values_is_placed_by_its_modules_on_its_own(
     unplaced = [each.placement for each in result.candidates if each.placement.unplaced]
     assert {len(cores_of(*each.used_devices)) for each in unplaced} == {1, 2}
     answers: list[tuple[Path | placer.Result | Placement, Placement]] = [
-        *((tmp_path / "placement.json", both), (result, result.placement)),
+        (tmp_path / "placement.json", both),
+        (result, result.placement),
         *((each, each) for each in unplaced),
     ]
     for found, placement in answers:
         model = copy.deepcopy(step.model)
         with placer.apply(model, found, step.inputs, loss=step.loss) as placed:
-            assert isinstance(placed, ModulesOnCores if placement is both else UnplacedModel)
+            assert isinstance(placed, UnplacedModel if placement.unplaced else ModulesOnCores)
             torch.manual_seed(2)
             loss = placed.step(*batch(0.1))
         alone = copy.deepcopy(step.model)

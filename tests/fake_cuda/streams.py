@@ -239,7 +239,7 @@ class Queues:
             self.error = f"device-side assert triggered ({error})"
         finally:
             self._runs = False
-        stream.done += 1
+            stream.done += 1
 
 
 @contextmanager

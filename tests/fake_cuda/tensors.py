@@ -5,6 +5,9 @@ and beside real ones; Python sees ``cuda:N``. Each has *expected* values, comput
 device without streams would, which only tell its shape, strides and what it is a view of; and
 memory, where its stream computes the values that anybody reads.
 
+Collectives run twice, on both. The host waits for those in memory where CUDA would not, and gloo
+pairs them by their order: streams of all ranks must issue and run the same ones in the same order.
+
 C++ makes some tensors without saying where (zeros in the backward pass of a slice): they are
 computed at once, and get their device from the first op that they share with one of a device.
 """

@@ -149,11 +149,9 @@ def test_a_placed_model_has_the_same_losses_as_before(model: str) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     for case in CASES:
         golden(case).write_text(text(answers(case)))
     with fake_cuda():
         curves = {model: loss_curve(model) for model in MODELS}
     golden("losses").write_text(json.dumps(curves, indent=1) + "\n")
-
-
-torch.set_num_threads(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import placer
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
@@ -283,3 +285,26 @@ def test_the_search_goes_on_from_a_warm_start() -> None:
     alone_s, warm_s = found(300)[False], found(300, placements[0])
     assert warm_s[True] == pytest.approx(good_s)
     assert warm_s[False] < alone_s
+
+
+def test_a_search_may_start_from_the_unplaced_model_on_all_cores_together() -> None:
+    graph, cores = layered(np.random.default_rng(1), ops=30), ("core:0", "core:1")
+    devices = tuple(Device(name=name, kind="core", memory_bytes=1 << 40) for name in cores)
+    link = Link(between=cores, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+    cluster = Cluster(name="two", devices=devices, links=(link,))
+    arrays = GraphArrays.from_graph(graph)
+    zeros = np.zeros(len(arrays))
+    together = Placement.of(arrays, cluster_of(("core:0-1",)), zeros.astype(np.int32), zeros)
+    unplaced = replace(together, unplaced=True)
+
+    def found(start: Placement | None) -> placer.Result:
+        search = placer.SearchConfig(budget="20e", policy=None, workers=1, start_from=start)
+        return placer.optimize(graph, cluster, search=search, progress=False)
+
+    without, started = found(None), found(unplaced)
+    assert started.best.predicted_s == without.best.predicted_s
+    assert [each.name for each in started.candidates] == [each.name for each in without.candidates]
+    with pytest.raises(ValueError, match="has no device 'core:0-1'"):
+        found(together)
+    with pytest.raises(ValueError, match="on core:0-1, not on core:0, core:1: leave the devices"):
+        placer.evaluate(unplaced, graph, cluster, progress=False)

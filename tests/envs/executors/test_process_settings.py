@@ -20,6 +20,8 @@ import ctypes
 import torch
 from envs.executors.process_settings import keep_freed_memory
 
+torch.set_num_threads(1)
+
 class Heap(ctypes.Structure):  # struct mallinfo2
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",

@@ -291,6 +291,17 @@ def test_the_command_writes_what_the_formats_say(
         assert json.loads(capsys.readouterr().out)["stages"] == stages
 
 
+def test_the_command_writes_the_unplaced_model_on_all_cores(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = extracted("three_layers").graph
+    unplaced = replace(placement_of(graph, ("core:0-1",), [0] * len(graph)), unplaced=True)
+    unplaced.save(target[1])
+    renamed = ("--as", "core:0=cuda:0,core:1=cuda:1")
+    assert export(target, "--format", "device-map", *renamed) == 0
+    assert json.loads(capsys.readouterr().out) == {"": 0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "reason"),
     [

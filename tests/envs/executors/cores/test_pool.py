@@ -187,6 +187,7 @@ import sys, time, torch
 sys.path.insert(0, {tests!r})
 from tests.envs.executors.cores.test_pool import Pool, worker_ids
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     pool = Pool()
     print(*worker_ids(pool), flush=True)
     while True:
