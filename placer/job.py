@@ -27,10 +27,10 @@ from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
 from placer.ray_cluster.address import address_of
-from placer.search.evolution import Proposer
 from placer.search.objectives import Objective
 from placer.search.registry import DEFAULT, placer_named, uses_policy
 from placer.search.request import LATENCY, Budget, Placer
+from placer.search.sampling import Proposer
 from placer.sources.target import Target, load_graph_target
 from placer.warm_start import WarmStart, check_devices, warm_start_of
 

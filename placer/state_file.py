@@ -33,7 +33,7 @@ def write_state(path: Path, state: Mapping[str, Any], file_format: str) -> None:
     """Write dicts, lists, tuples, tensors, arrays, numbers, strings, None; all of it or nothing.
 
     A new file is readable by its owner only. ``file_format`` is the name and version of the kind of
-    state, such as "placer-checkpoint/5".
+    state, such as "placer-checkpoint/6".
     """
     tensors: dict[str, torch.Tensor] = {}
     content = json.dumps(_encoded(state, tensors))

@@ -43,10 +43,10 @@ from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.candidate import Kind
 from placer.search.compilation import load_compiled_code
-from placer.search.evolution import Proposer
 from placer.search.list_scheduler.decoder import HEFT, decode_batch
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, Placer, SearchRequest, SearchTrace
+from placer.search.sampling import Proposer
 
 LARGE_S: Final = (1.0, 5.0)
 PLANTED_S: Final = (1.0, 20.0)

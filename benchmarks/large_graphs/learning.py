@@ -31,9 +31,10 @@ from placer.policies.pool import Exercise
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
-from placer.search.evolution import POPULATION, SIGMA, Evolution, Proposer
+from placer.search.evolution import POPULATION, SIGMA, Evolution
 from placer.search.portfolio import EVOLUTION_SHARE, Portfolio
 from placer.search.request import Budget
+from placer.search.sampling import Proposer
 
 if TYPE_CHECKING:
     from benchmarks.large_graphs.problems import Large

@@ -26,7 +26,7 @@ from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 GENERALIST: Final = "generalist"
 """The default policy."""
-FORMAT: Final = "placer-policy/3"
+FORMAT: Final = "placer-policy/4"
 ACTION_SCALE: Final = 2.0
 """Decoder weights are those of HEFT + ACTION_SCALE * action, actions within -1 .. 1."""
 FARTHEST: Final = 2.0

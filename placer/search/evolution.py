@@ -1,4 +1,4 @@
-"""CMA-ES, and placers that sample weights of the list scheduler: by it, or around proposals.
+"""CMA-ES, and a placer that evolves weights of the list scheduler by it.
 
 Standard coefficients: Hansen, "The CMA Evolution Strategy: A Tutorial" (arXiv 1604.00772), table 1,
 without negative weights. Samples are drawn with a Cholesky factor instead of the symmetric root,
@@ -8,15 +8,13 @@ and rounded, so that the last bit of a linear algebra library does not influence
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Floats
-from placer.search.candidate import Candidate, Kind
-from placer.search.evaluator import Evaluator
-from placer.search.heuristics import heuristics
+from placer.search.candidate import Kind
 from placer.search.list_scheduler.decoder import HEFT, decode
 from placer.search.sampling import BudgetedEvaluator, Sampling
 
@@ -147,43 +145,3 @@ class EvolutionPlacer(Sampling):
                     return
                 costs.append(budgeted.evaluate(*decode(scheduling, row)))
             evolution.tell(rows, np.array(costs))
-
-
-class Proposer(Protocol):
-    """A learned policy: proposes decoder weights for a problem."""
-
-    def propose(self, evaluator: Evaluator, known: list[Candidate]) -> tuple[Floats, Floats]:
-        """Return means (M, 21) and standard deviations (M, 21) of weights.
-
-        ``known`` are the candidates of the heuristics. All means are tried in order, then samples
-        around the best of them.
-        """
-        ...
-
-
-class PolicyPlacer(Sampling):
-    """Decodes the policy's proposals, then samples around the best of them."""
-
-    kind: ClassVar[Kind] = Kind.POLICY
-
-    def __init__(self, policy: Proposer | None) -> None:
-        if policy is None:
-            raise ValueError("placer 'policy' is nothing without a trained policy: name one")
-        self.policy = policy
-
-    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
-        """Evaluate proposals and samples; the heuristics that the policy needs are not counted."""
-        evaluator = budgeted.evaluator
-        means, deviations = self.policy.propose(evaluator, heuristics(evaluator))
-        costs: list[int] = []
-        for mean in means:
-            costs.append(budgeted.evaluate(*decode(evaluator.scheduling, mean)))
-            if budgeted.over():
-                return
-        best = int(np.argmin(costs))
-        random = np.random.default_rng(seed)
-        while not budgeted.over():
-            normal = random.standard_normal(len(means[best]))
-            budgeted.evaluate(
-                *decode(evaluator.scheduling, means[best] + deviations[best] * normal)
-            )

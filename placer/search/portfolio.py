@@ -33,7 +33,7 @@ from placer.search.annealing.step_time import (
 from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compilation import load_compiled_beam, load_compiled_code
 from placer.search.evaluator import Evaluator
-from placer.search.evolution import POPULATION, SIGMA, Evolution, Proposer
+from placer.search.evolution import POPULATION, SIGMA, Evolution
 from placer.search.grouping import EVALUATIONS, has_levels, level_above
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.beams import (
@@ -46,6 +46,7 @@ from placer.search.list_scheduler.beams import (
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.list_scheduler.sight import ADVANTAGES, OF_PLAN, REPEATING, SIGHT_COUNT
 from placer.search.request import MAX_LOAD, Budget, SearchRequest
+from placer.search.sampling import Proposer
 from placer.search.workers import Team, Workers
 
 SAMPLES: Final = 32

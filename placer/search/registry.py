@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from graphs.text import suggestion
 
 if TYPE_CHECKING:
-    from placer.search.evolution import Proposer
     from placer.search.request import Placer
+    from placer.search.sampling import Proposer
 
 GROUP: Final = "placer.placers"
 """Entry point group of placers: classes constructed without arguments."""
@@ -77,7 +77,7 @@ BUILT_IN: Final = (
     _built_in("annealing", "portfolio:AnnealingPlacer", "annealing of single ops and their order"),
     _built_in("evolution", "evolution:EvolutionPlacer", "CMA-ES on the list scheduler's weights"),
     _built_in(
-        "policy", "evolution:PolicyPlacer", "the trained policy, and samples", takes_policy=True
+        "policy", "sampling:PolicyPlacer", "the trained policy, and samples", takes_policy=True
     ),
     _built_in("exact", "exact:ExactPlacer", "CP-SAT, for graphs of up to 80 ops", module="ortools"),
 )

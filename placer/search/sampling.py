@@ -1,14 +1,18 @@
-"""Base class of placers that evaluate placement after placement until the budget is spent."""
+"""Placers that evaluate samples until the budget is spent: their base, and that of a policy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+import numpy as np
 
 from envs.problem import Floats, Ints
 from placer.search.candidate import Candidate, Kind
 from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from placer.search.list_scheduler.decoder import decode
 from placer.search.request import STEP_OBJECTIVES, SearchRequest
 
 
@@ -64,3 +68,43 @@ class Sampling(ABC):
         budgeted = BudgetedEvaluator(request, self.kind, self.name)
         self.sample(budgeted, request.seed)
         return [budgeted.best()]
+
+
+class Proposer(Protocol):
+    """A learned policy: proposes decoder weights for a problem."""
+
+    def propose(self, evaluator: Evaluator, known: list[Candidate]) -> tuple[Floats, Floats]:
+        """Return means (M, 21) and standard deviations (M, 21) of weights.
+
+        ``known`` are the candidates of the heuristics. All means are tried in order, then samples
+        around the best of them.
+        """
+        ...
+
+
+class PolicyPlacer(Sampling):
+    """Decodes the policy's proposals, then samples around the best of them."""
+
+    kind: ClassVar[Kind] = Kind.POLICY
+
+    def __init__(self, policy: Proposer | None) -> None:
+        if policy is None:
+            raise ValueError("placer 'policy' is nothing without a trained policy: name one")
+        self.policy = policy
+
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        """Evaluate proposals and samples; the heuristics that the policy needs are not counted."""
+        evaluator = budgeted.evaluator
+        means, deviations = self.policy.propose(evaluator, heuristics(evaluator))
+        costs: list[int] = []
+        for mean in means:
+            costs.append(budgeted.evaluate(*decode(evaluator.scheduling, mean)))
+            if budgeted.over():
+                return
+        best = int(np.argmin(costs))
+        random = np.random.default_rng(seed)
+        while not budgeted.over():
+            normal = random.standard_normal(len(means[best]))
+            budgeted.evaluate(
+                *decode(evaluator.scheduling, means[best] + deviations[best] * normal)
+            )

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from graphs.extract import Workload
     from placer.policies.measured_decoders import MeasuredDecoders
 
-CHECKPOINT_FORMAT: Final = "placer-checkpoint/5"
+CHECKPOINT_FORMAT: Final = "placer-checkpoint/6"
 RATIOS: Final = "ratios"
 """Ratios of one decode on every validation graph: in checkpoints, not in cards."""
 

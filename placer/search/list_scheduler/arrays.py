@@ -21,9 +21,11 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
 """Order score of the op with the highest upward rank when all learned weights are zero."""
+LARGE_OPS: Final = 1000
+"""Graphs of this many ops are large: policies learn on smaller ones."""
 LONGEST_UNSCALED: Final = 100.0
-"""Longest critical path, in units of the scale, on which features of single ops count in full: the
-longer it is, the closer are the ranks of neighbours."""
+"""Longest critical path of a large graph, in units of the scale, on which features of single ops
+count in full: the longer it is, the closer are the ranks of neighbours."""
 MOST_CONSUMERS: Final = 4
 MOST_INPUTS: Final = 4
 """Siblings of an op are so many first inputs of so many first consumers."""
@@ -72,7 +74,7 @@ class SchedulingArrays(NamedTuple):
     held: Floats  # (N,) bytes
     workspace: Floats  # (N,) bytes
     order_base: Singles  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
-    op_features: Singles  # (7, N); those of single ops count less on long graphs
+    op_features: Singles  # (7, N); those of single ops count less on long, large graphs
     bottom_level: Floats  # (N,) ns, with mean costs and transfers
     scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
@@ -114,7 +116,9 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     critical_path = max(float((head + tail).max()), 1.0)
     send_ns = np.zeros(count)
     np.maximum.at(send_ns, predecessors, edge_ns)
-    single = min(LONGEST_UNSCALED * scale / critical_path, 1.0)
+    single = 1.0
+    if count >= LARGE_OPS:
+        single = min(LONGEST_UNSCALED * scale / critical_path, 1.0)
     features = (
         soft_log(cheapest / scale) * single,
         soft_log(send_ns / scale) * single,
