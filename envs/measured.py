@@ -60,7 +60,7 @@ class Failure:
     reserved_memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-class DevicesLostError(Exception):
+class DevicesLostError(RuntimeError):
     """No placement can be run any more."""
 
 

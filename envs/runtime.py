@@ -47,6 +47,7 @@ class Runtime(Protocol):
 
     extraction: Extraction
     graph: nx.DiGraph[str]  # whose nodes can be placed
+    limits: Mapping[str, int]  # {device name: bytes} that a step may use when it is run
     places: bool  # whether placements of these nodes can be run, on any data
 
     def costs(

@@ -269,7 +269,7 @@ def _shown(progress: bool) -> Iterator[Progress]:
     if not progress:
         yield Silent()
         return
-    with progress_for(sys.stderr.isatty()) as shown:
+    with progress_for(sys.stderr) as shown:
         yield shown
 
 

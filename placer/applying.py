@@ -94,6 +94,11 @@ def apply(
     if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
         if isinstance(model, Workload):
+            if model.dtype != made_for.step.dtype:
+                raise ValueError(
+                    f"the result is of a step in {made_for.step.dtype}, the workload is in "
+                    f"{model.dtype}: search again"
+                )
             optimizer = model.optimizer
             model = model.model
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))

@@ -24,7 +24,7 @@ from placer.job import Job
 from placer.messages.remarks import core_refusal
 from placer.progress import Progress, counter
 from placer.search.compilation import compiled_beside, load_compiled_code_in_a_stage
-from placer.warm_start import is_joined, placement_of
+from placer.warm_start import is_unplaced_on, placement_of
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
@@ -175,6 +175,6 @@ def _warm_start(
     job: Job, extraction: Extraction | None, graph: nx.DiGraph[str]
 ) -> Placement | None:
     start = job.search.start_from
-    if start is None or is_joined(start, job.cluster):
+    if start is None or is_unplaced_on(start, job.cluster):
         return None
     return placement_of(start, extraction, GraphArrays.from_graph(graph), job.cluster)

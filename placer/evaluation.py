@@ -206,7 +206,13 @@ def evaluate_result(
     """Evaluate the placement of an optimization on its own devices."""
     problem, runtime = result.problem, None
     if result.extraction is not None and backend == "measured":
-        runtime = runtime_for(result.extraction, problem.cluster, overlap=overlap)
+        own = problem.cluster.devices  # with the memory to plan with
+        devices = tuple(
+            replace(device, memory_bytes=result.limits.get(device.name, device.memory_bytes))
+            for device in own
+        )
+        cluster = replace(problem.cluster, devices=devices)
+        runtime = runtime_for(result.extraction, cluster, overlap=overlap)
     return _evaluate(
         problem, result.placement, runtime, backend, progress, cost_source=result.cost_source
     )

@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -249,9 +250,11 @@ class Bars:
             self._bars.refresh()
 
 
-def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
-    """Return bars for a terminal, plain lines otherwise."""
-    return Bars() if stream_is_terminal else PlainLines()
+def progress_for(stream: TextIO | None) -> AbstractContextManager[Progress]:
+    """Return bars for a terminal, plain lines for another stream, nothing for a closed one."""
+    if stream is None:
+        return nullcontext(Silent())
+    return Bars() if stream.isatty() else PlainLines()
 
 
 def time_left(left_s: float) -> str:

@@ -50,6 +50,7 @@ class Result:
     measuring_s: float = 0.0  # time spent on running candidates
     mispredicted: Candidate | None = None  # for which costs were fitted
     unconfirmed: bool = False  # few rounds decided, for want of time
+    limits: Mapping[str, int] = field(default_factory=dict)  # {device: bytes} of steps that are run
 
     def __str__(self) -> str:
         """Return the chosen candidate and the verdict."""
@@ -263,13 +264,13 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data for JSON; units are in the names, None is unknown."""
         data = self.placement.to_dict()
-        times = data["measured"] or data["predicted"]
+        times = data["measured"] or data["predicted"] or {}  # files may lack both
         return {
             "best": self.best.name,
             "objective": data["objective"],
             "micro_batches": data["micro_batches"],
             "in_flight": self.placement.in_flight,
-            "step_s": times["step_s"],
+            "step_s": times.get("step_s"),
             "predicted": data["predicted"],
             "measured": data["measured"],
             "speed_up": _finite(self.speedup),

@@ -51,7 +51,7 @@ def check_here(start: WarmStart) -> None:
 
 def check_devices(start: WarmStart, cluster: Cluster) -> None:
     """Check that a cluster has the devices of a warm start, before its model is extracted."""
-    if is_joined(start, cluster):
+    if is_unplaced_on(start, cluster):
         return
     try:
         if isinstance(start, Placement):
@@ -63,7 +63,7 @@ def check_devices(start: WarmStart, cluster: Cluster) -> None:
         raise WarmStartError(str(error)) from error
 
 
-def is_joined(start: WarmStart, cluster: Cluster) -> bool:
+def is_unplaced_on(start: WarmStart, cluster: Cluster) -> bool:
     """Return whether a start is the unplaced model on a set of cores that are devices of their own.
 
     An optimization on these devices may have had it as its answer, and runs it in any case.

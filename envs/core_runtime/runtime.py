@@ -65,7 +65,9 @@ class CoreRuntime:
         self._by_modules = extraction.step_program is None
         self.graph = module_map(extraction).graph if self._by_modules else extraction.graph
         self.places = not extraction.core_refusal
-        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
+        self.limits: Mapping[str, int] = {
+            device.name: device.memory_bytes for device in cluster.devices
+        }
 
     def costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None

@@ -32,7 +32,7 @@ def has_several_cores(name: str) -> bool:
     >>> has_several_cores("core:0"), has_several_cores("core:0-3"), has_several_cores("n1:core:0+2")
     (False, True, True)
     """
-    return sum(high - low + 1 for low, high in core_runs(name)) > 1
+    return len(cores_named(name)) > 1
 
 
 def core_runs(name: str) -> list[tuple[int, int]]:

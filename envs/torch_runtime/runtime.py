@@ -69,7 +69,9 @@ class TorchRuntime:
         if self.has_workers:
             _check_workers(extraction, self.call_graph)
         self.graph = self.calls.graph
-        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
+        self.limits: Mapping[str, int] = {
+            device.name: device.memory_bytes for device in cluster.devices
+        }
 
     def costs(
         self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None

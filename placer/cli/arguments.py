@@ -313,7 +313,7 @@ def target_of(args: argparse.Namespace, name: str | None = None) -> Target:
 def target_file(target: str) -> Path:
     """Return the file that a target names; a path that does not exist for ``hf:`` names."""
     path, colon, _ = target.rpartition(":")
-    return Path(path if colon else target)
+    return Path(path if colon else target.partition("?")[0])
 
 
 def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[str]:

@@ -15,6 +15,7 @@ from placer.cli.arguments import (
     output_group,
     pair,
     take_mode,
+    target_file,
     target_of,
 )
 from placer.cli.errors import UsageError, usage_errors
@@ -66,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Extract the model, write the placement in the format, compare both."""
-    check_outputs({"--out": args.out}, {"placement": args.placement})
+    inputs = {"placement": args.placement, "target": target_file(args.target)}
+    check_outputs({"--out": args.out}, inputs)
     if is_graph_file(args.target):
         raise UsageError("a graph file has no modules to name: give the model that it is of")
     from envs.runtime import extraction_for
@@ -115,7 +117,11 @@ UNKNOWN_COSTS: Final = "no step is predicted, as op costs are not known: --predi
 
 def renamings(text: str) -> dict[str, str]:
     """Parse ``core:0=cuda:0,core:1=cuda:1`` to {device: device to write}."""
-    return dict(pair(part) for part in text.split(","))
+    pairs = [pair(part) for part in text.split(",")]
+    renamed = dict(pairs)
+    if len(renamed) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} renames a device twice")
+    return renamed
 
 
 def _placement(path: Path) -> Placement:

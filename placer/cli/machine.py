@@ -63,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
         data = {"shell": args.completion, "script": script}
         print_result(args, lambda: data, lambda _: print(script))
     elif args.cache or args.clear_cache is not None:
+        options = {"--devices": args.devices, "--memory": args.memory, "--out": args.out}
+        if names := [name for name, value in options.items() if value]:
+            raise UsageError(f"{names[0]} has no effect on the cache: leave it out")
         _show_cache(args)
     else:
         _show_devices(args)

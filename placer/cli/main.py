@@ -70,6 +70,8 @@ def script(*command: str) -> NoReturn:
         if (old := sys.stdout) is not None:  # it may be closed
             lines = bool(old.line_buffering)
             sys.stdout = StandardOutput(old.buffer, old.encoding, old.errors, line_buffering=lines)
+        if sys.stderr is None:
+            sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - to the end
         code = main([*command, *sys.argv[1:]])
     except SystemExit as leaving:  # argparse, on --help and bad usage
         code = leaving.code if isinstance(leaving.code, int) else 1

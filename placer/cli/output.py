@@ -64,7 +64,7 @@ def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:
     """Return the progress display of a command."""
     from placer.progress import Silent, progress_for
 
-    return nullcontext(Silent()) if args.quiet else progress_for(sys.stderr.isatty())
+    return nullcontext(Silent()) if args.quiet else progress_for(sys.stderr)
 
 
 @contextmanager

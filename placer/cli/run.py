@@ -23,6 +23,7 @@ from placer.cli.arguments import (
     seed,
     settings,
     take_mode,
+    target_file,
 )
 from placer.cli.errors import JOB_FAILED, JobError, UsageError, sentence, usage_errors
 from placer.cli.output import check_outputs, print_result, say
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from placer.parallel.run import Run
     from placer.parallel.training import Trained
 
+LONGEST_TIMEOUT_S: Final = 1_000_000
 HELP: Final = "train or infer with a placed model; under torchrun one replica per rank"
 _METHODS: Final = "\n".join(f"  {method.name:20}{method.sends}" for method in METHODS)
 EPILOG: Final = f"""\
@@ -137,8 +139,10 @@ def _train(args: argparse.Namespace, request: RunRequest) -> int:
 
     rank = own_rank()
     if rank == 0:
-        outputs = {"--checkpoint": args.checkpoint, "--save": args.save}
-        check_outputs(outputs, {"--placement": args.placement})
+        inputs = {"--placement": args.placement, "target": target_file(args.target)}
+        if args.data is not None:
+            inputs["--data"] = target_file(args.data)
+        check_outputs({"--checkpoint": args.checkpoint, "--save": args.save}, inputs)
     with usage_errors():
         prepared = prepare_run(request)
 
@@ -168,8 +172,10 @@ def _request(args: argparse.Namespace) -> RunRequest:
         raise UsageError("--checkpoint-every needs a --checkpoint to write")
     if args.checkpoint is not None and args.sync.get("method") == "asgd":
         raise UsageError("asgd cannot go on from a checkpoint: gradients are under way")
-    if not args.timeout_s > 0:
-        raise UsageError(f"--timeout-s {args.timeout_s} is not above 0")
+    if not 0 < args.timeout_s <= LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"--timeout-s {args.timeout_s} is not above 0 and at most {LONGEST_TIMEOUT_S:,}"
+        )
     names = {field.name for field in fields(RunRequest)} - {"overrides"}
     return RunRequest(**{name: getattr(args, name) for name in names}, overrides=args.sync)
 

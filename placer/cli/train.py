@@ -166,6 +166,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     """Evaluate the policy, print the scores, write them into its card."""
     if args.policy is None or args.out is not None or args.config is not None:
         raise UsageError("an evaluation takes --policy NAME, and neither --out nor --config")
+    names = ("start", "decodes", "seconds", "first_seed", "families", "workers", "device", "fresh")
+    given = vars(args)
+    for name in (*names, "backend", "target", "devices", "memory"):
+        if given[name]:
+            raise UsageError(f"--{name.replace('_', '-')} is for training, not for --evaluate")
     from placer.policies.evaluation import (
         SEEDS,
         evaluate,

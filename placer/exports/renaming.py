@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from envs.hardware.core_sets import core_runs
@@ -38,6 +39,9 @@ def renamed_devices(renamed: Mapping[str, str], placed_on: Sequence[str]) -> dic
             f"renamed as in {_example(placed_on)}"
         )
     check_of_torch({name for name in names.values() if name not in placed_on}, placed_on)
+    written = Counter(names.get(name, name) for name in placed_on)
+    if twice := next((name for name, count in written.items() if count > 1), None):
+        raise RenamingError(f"two devices would be {twice}: give each a name of its own")
     return names
 
 

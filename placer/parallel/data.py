@@ -55,8 +55,15 @@ class FromFunction:
     step: Workload
 
     def __call__(self, number: int) -> Batch:
-        """Return batch ``number``."""
-        return self.step.unpacked((self.function(number),), {})
+        """Return batch ``number``; raise ValueError if the function fails."""
+        try:
+            made = self.function(number)
+        except (ValueError, OSError, RuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the data function failed for batch {number}: {failure}") from error
+        return self.step.unpacked((made,), {})
 
 
 class Shards:

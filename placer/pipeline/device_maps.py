@@ -144,7 +144,7 @@ def device_map(
     search = SearchConfig(budget=budget, measure=False)
     whole = _cluster(devices, memory or {})
     written = written_names(whole)
-    shown_on = progress_for(sys.stderr.isatty()) if progress else nullcontext(Silent())
+    shown_on = progress_for(sys.stderr) if progress else nullcontext(Silent())
     with shown_on as shown:
         return plan_map(source, whole, written, search, shown)
 

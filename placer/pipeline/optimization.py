@@ -260,6 +260,7 @@ class _Optimization:
             else {kind: fitted_source(text) for kind, text in self.cost_source.items()},
             mispredicted=self.mispredicted,
             unconfirmed=self.unconfirmed,
+            limits={} if search.runtime is None else search.runtime.limits,
             search_trace=self.search_trace,
             trouble=self.trouble,
         ).with_times()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, OVERFULL_NS
 from placer.ray_cluster.connection import RayCluster, check_deaths
 from placer.search.evaluator import Evaluator
 
@@ -43,13 +44,14 @@ class InProcess:
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
         """See :class:`Decoders`."""
-        return np.array(
+        costs = np.array(
             [
                 self.evaluators[number].decode(row[None])[2][0]
                 for number, row in zip(numbers, weights, strict=True)
             ],
             np.int64,
         )
+        return np.where(costs < OVERFULL_NS, costs, INFEASIBLE_NS)
 
     def close(self) -> None:
         """Do nothing."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from envs.hardware.cluster import MOST_DEVICES, Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
 from graphs.graph import ANY_KIND, GraphArrays
 from graphs.synthetic.families import FAMILIES, draw
 from graphs.text import suggestion
@@ -139,10 +140,16 @@ def draw_exercise(
 
 
 def exercise(problem: Problem, family: str = "") -> Exercise:
-    """Prepare a problem for training or testing."""
+    """Prepare a problem for training or testing.
+
+    Raises:
+        ValueError: no heuristic placement can run, so there is nothing to compare with.
+    """
     evaluator = Evaluator(problem)
     known = heuristics(evaluator)
     reference = min(c.step_ns for c in known if is_reference(c))
+    if reference == INFEASIBLE_NS:
+        raise ValueError("no heuristic placement fits into memory: add a device")
     return Exercise(
         family=family,
         evaluator=evaluator,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from envs.hardware.core_sets import core_runs
+from envs.hardware.core_sets import cores_named
 from envs.hardware.discover import core_set, is_core, physical_cores
 from placer.ray_cluster.connection import Node
 
@@ -51,7 +51,7 @@ def device_sets(node: Node, machine: Machine, names: Sequence[str]) -> list[Devi
 
 
 def _sets_of_cores(node: Node, machine: Machine, names: Sequence[str]) -> list[DeviceSet]:
-    sizes = [sum(high - low + 1 for low, high in core_runs(name)) for name in names]
+    sizes = [len(cores_named(name)) for name in names]
     needed, usable = sum(sizes), min(len(machine.cores), node.cpus)
     if usable < needed:
         raise ValueError(

@@ -26,6 +26,7 @@ PREFIX: Final = "replicas-"
 MOST_STEPS: Final = 50
 """Number of steps of which the factors of one kind of plan are kept."""
 LARGEST: Final = 100.0
+"""Larger factors tell of parts too short to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Factors:
         """
         exposed_s = simulated_s - alone_s
         return simulated_s + (self.compute - 1) * alone_s + (self.communication - 1) * exposed_s
+
+    @property
+    def tells(self) -> bool:
+        """Return whether they may tell something about other steps."""
+        return 0.0 < self.compute < LARGEST and 0.0 <= self.communication < LARGEST
 
     @classmethod
     def fitted(cls, step_s: float, pass_s: float, simulated_s: float, alone_s: float) -> Factors:
@@ -93,7 +99,9 @@ class FittedFactors:
         )
 
     def with_trial(self, kind: str, graph: str, factors: Factors) -> FittedFactors:
-        """Return these factors and those of another trial; the oldest make room."""
+        """Return these factors and those of another trial that tells; the oldest make room."""
+        if not factors.tells:
+            return self
         tried = {key: each for key, each in self.by_kind.get(kind, {}).items() if key != graph}
         kept = dict(list(tried.items())[1 - MOST_STEPS :])
         return FittedFactors({**self.by_kind, kind: kept | {graph: factors}})
@@ -145,8 +153,7 @@ def factors_path(devices: Sequence[str]) -> Path:
 
 def _factors(entry: object) -> Factors:
     compute, communication, alone_s = (number(each, "factors") for each in array(entry, "factors"))
-    if not (
-        0.0 < compute < LARGEST and 0.0 <= communication < LARGEST and 0.0 <= alone_s < LARGEST
-    ):
+    factors = Factors(compute, communication, alone_s)
+    if not factors.tells or alone_s < 0.0:
         raise ValueError(f"factors {compute} and {communication} are out of range")
-    return Factors(compute, communication, alone_s)
+    return factors

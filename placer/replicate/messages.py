@@ -29,12 +29,12 @@ def verdict_of(plan: ReplicaPlan) -> str:
     replicas = "One replica on" if best.replicas == 1 else f"{best.replicas} replicas of"
     each = " each" if best.replicas > 1 else ""
     text = f"{replicas} {devices}{each}: {best.samples_per_s:.4g} samples/s{_gain(plan, best)}, "
-    text += f"a step of {milliseconds(step.step_s)} ms"
+    text += f"a step of {milliseconds(best.step_s)} ms"
     if plan.requested.accumulate > 1:
         text += f" in {plan.requested.accumulate} passes"
     if best.replicas > 1:
         text += (
-            f", with {milliseconds(step.exposed_s)} ms of exposed and "
+            f", with {milliseconds(best.exposed_s)} ms of exposed and "
             f"{milliseconds(step.hidden_s)} ms of hidden communication"
         )
     others = (
@@ -202,8 +202,8 @@ def _against(plan: ReplicaPlan, name: str, other: Split) -> str:
     if other.step is None:
         return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
     ratio = plan.best.samples_per_s / other.samples_per_s
-    details = f"steps of {milliseconds(other.step.step_s)} ms for {other.samples} samples"
+    details = f"steps of {milliseconds(other.step_s)} ms for {other.samples} samples"
     details += _gain(plan, other)
     if other.replicas > 1:
-        details += f", {milliseconds(other.step.exposed_s)} ms of exposed communication"
+        details += f", {milliseconds(other.exposed_s)} ms of exposed communication"
     return f"That is {ratio:.2f}x {name} ({other.name}: {details})."

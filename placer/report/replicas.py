@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -67,7 +68,7 @@ def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
     return {
         "splits": [_split(plan, split) for split in plan.splits],
         "accumulate": plan.requested.accumulate,
-        "curve": [asdict(point) for point in plan.curve],
+        "curve": [_finite(asdict(point)) for point in plan.curve],
         "searched": plan.searched,
         "left_out": plan.left_out,
         "search_s": plan.search_s,
@@ -92,19 +93,29 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
     }
     if step is None or result is None:
         return row
-    return row | {
-        "plan": result.best.name,
-        "step_s": split.step_s,
-        "alone_s": step.alone_s,
-        "samples_per_s": split.samples_per_s,
-        "exposed_s": split.exposed_s,
-        "hidden_s": step.hidden_s,
-        "no_overlap_s": step.no_overlap_s,
-        "full_overlap_s": step.full_overlap_s,
-        "efficiency": split.efficiency,
-        "buckets": len(step.buckets),
-        "reductions": list(dict.fromkeys(_name(reduction) for _, reduction in step.reductions)),
-        "peak_memory_bytes": result.best.peak_memory_bytes,
+    return row | _finite(
+        {
+            "plan": result.best.name,
+            "step_s": split.step_s,
+            "alone_s": step.alone_s,
+            "samples_per_s": split.samples_per_s,
+            "exposed_s": split.exposed_s,
+            "hidden_s": step.hidden_s,
+            "no_overlap_s": step.no_overlap_s,
+            "full_overlap_s": step.full_overlap_s,
+            "efficiency": split.efficiency,
+            "buckets": len(step.buckets),
+            "reductions": list(dict.fromkeys(_name(reduction) for _, reduction in step.reductions)),
+            "peak_memory_bytes": result.best.peak_memory_bytes,
+        }
+    )
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with None for infinite numbers, as of steps without any time."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
     }
 
 

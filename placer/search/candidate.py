@@ -64,8 +64,10 @@ class Candidate:
     """A device and a priority for each of N ops; among ready ops the highest priority runs first.
 
     A search sets the first fields. ``step_ns`` is the simulated step time, INFEASIBLE_NS if the
-    placement breaks a limit. ``bound_ns`` is a lower bound over all placements of the problem that
-    the search proved: INFEASIBLE_NS if none is feasible, None if nothing was proved.
+    placement breaks a limit or takes 550 s or more. ``cost`` then tells by how much it does not fit
+    into memory, see :class:`placer.search.evaluator.Evaluator`. ``bound_ns`` is a lower bound over
+    all placements of the problem that the search proved: INFEASIBLE_NS if none is feasible, None if
+    nothing was proved.
 
     Later steps add the ``prediction``, which the properties below require, and the ``measurement``
     if it was run; ``eliminated`` if only faster ones were run once more. A ``spare`` one, worse by
@@ -78,6 +80,7 @@ class Candidate:
     devices: Ints  # (N,)
     priority: Floats  # (N,)
     step_ns: int
+    cost: int = INFEASIBLE_NS
     bound_ns: int | None = None
     prediction: Prediction | None = None
     measurement: Measurement | None = None
@@ -178,8 +181,8 @@ class Candidate:
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates sorted by step time (stable)."""
-    return sorted(candidates, key=lambda candidate: candidate.step_ns)
+    """Return the candidates sorted by step time; those that do not fit by their costs (stable)."""
+    return sorted(candidates, key=lambda candidate: (candidate.step_ns, candidate.cost))
 
 
 def distinct(candidates: Iterable[Candidate], count: int) -> list[Candidate]:

@@ -29,6 +29,7 @@ from placer.search.annealing import step_time
 from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.candidate import Kind
+from placer.search.contiguous.parts import pipeline_parts
 from placer.search.evaluator import Evaluator
 from placer.search.list_scheduler import beam, decoder, etf
 from placer.search.list_scheduler.decoder import HEFT
@@ -148,6 +149,7 @@ def _scheduled(problem: Problem) -> None:
     devices, _ = decoder.decode(evaluator.scheduling, HEFT)
     etf.etf(evaluator.scheduling)
     max_load_ns(problem, devices)
+    pipeline_parts(problem, problem.graph.topological)
     lower_bound_ns(problem)
 
 

@@ -70,6 +70,12 @@ class Evaluator:
         """Arrays for list scheduling with costs under load; None where there are no such costs."""
         return None if self.problem.load is None else scheduling_arrays(self.problem, loaded=True)
 
+    @property
+    def may_fit(self) -> bool:
+        """Return whether all devices together have room for what stays during the whole step."""
+        o = self.scheduling
+        return bool(o.resident.sum() + o.held.sum() <= o.memory.sum())
+
     @cached_property
     def _schedule(self) -> PartialSchedule:
         return empty_schedule(self.scheduling)
@@ -104,7 +110,8 @@ class Evaluator:
         """Show a feasible plan to the following decodes; this costs an evaluation."""
         self.costs(plan.devices[None], plan.priority[None])
         start_ns = self.work.start_ns[: len(plan.devices)].astype(np.float64)
-        see(self.sight, self.scheduling, plan.devices, start_ns)
+        topological = self.problem.graph.topological
+        see(self.sight, self.scheduling, topological, plan.devices, start_ns)
 
     def decode(self, weights: NDArray[np.floating[Any]]) -> tuple[Ints, Floats, Longs]:
         """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,).
@@ -143,6 +150,7 @@ class Evaluator:
             devices=own_devices,
             priority=own_priority,
             step_ns=cost if cost < OVERFULL_NS else INFEASIBLE_NS,
+            cost=cost,
         )
 
     def _orders(self, devices: Ints, priority: Floats) -> list[Floats]:

@@ -22,8 +22,9 @@ DECIMALS: Final = 9
 POPULATION: Final = 10
 SIGMA: Final = 0.5
 SETTLED: Final = 1e-3
-"""Below this standard deviation samples decode alike: evolution restarts with twice the
-population."""
+"""Below this standard deviation samples decode alike."""
+LARGEST_CONDITION: Final = 1e14
+"""Condition number of the covariance, estimated from its factor, above which rounding decides."""
 
 
 class Evolution:
@@ -82,6 +83,13 @@ class Evolution:
         self._path = np.zeros(size)
         self._generation = 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether further samples would be alike, or be drawn with rounding errors."""
+        factor = np.abs(np.diagonal(self._factor))
+        too_long = factor.max() > math.sqrt(LARGEST_CONDITION) * factor.min()
+        return self.sigma < SETTLED or bool(too_long)
+
     def ask(self) -> Floats:
         """Draw samples (population, K) to be evaluated."""
         normal = self._random.standard_normal((self.population, len(self.mean)))
@@ -122,7 +130,10 @@ class Evolution:
 
 
 class EvolutionPlacer(Sampling):
-    """CMA-ES on the 21 weights of the decoder, starting from those of HEFT."""
+    """CMA-ES on the 21 weights of the decoder, starting from those of HEFT.
+
+    When it has ended, it restarts with twice the population.
+    """
 
     kind: ClassVar[Kind] = Kind.EVOLUTION
 
@@ -133,7 +144,7 @@ class EvolutionPlacer(Sampling):
         restarts = 0
         evolution = Evolution(HEFT, sigma=SIGMA, seed=seed, population=POPULATION)
         while not budgeted.over():
-            if evolution.sigma < SETTLED:
+            if evolution.has_ended:
                 restarts += 1
                 evolution = Evolution(
                     HEFT, sigma=SIGMA, seed=seed + restarts, population=POPULATION << restarts

@@ -15,6 +15,7 @@ run, in any order; a step time equal to the bound is optimal.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import ClassVar, Final
@@ -88,7 +89,8 @@ def _solve(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
         if status == cp_model.INFEASIBLE:
             return INFEASIBLE_NS
         bound_ns = max(bound_ns, round(solver.best_objective_bound))
-        if budgeted.best().step_ns <= bound_ns:
+        budgeted.meter.spend(math.ceil(solver.response_proto.deterministic_time / DETERMINISTIC_S))
+        if budgeted.best().step_ns <= bound_ns or status != cp_model.OPTIMAL:
             break
     return bound_ns
 

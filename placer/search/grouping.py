@@ -5,8 +5,8 @@ The first may form cycles: their members share a device, but need not run togeth
 The second are a level above a large graph, with about a quarter of its ops. They are pieces of a
 topological order that follows one branch after another
 (:func:`graphs.coarsen.merging.cut_by_weight`), so that they form no cycle. A group has the sizes
-and costs of its ops together, so that memory is exact. Groups hide what runs in parallel within
-them: their placements are starts, and the search goes on by ops.
+and costs of its ops together, so that it never takes less memory than they do. Groups hide what
+runs in parallel within them: their placements are starts, and the search goes on by ops.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from envs.placement import OBJECTIVES
 from envs.problem import Floats, Longs
 from envs.simulator import INFEASIBLE_NS
-from envs.simulator.bounds import lower_bound_ns
+from envs.simulator.bounds import lower_bound_ns, missing_link
 from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.islands import anneal_islands, continue_from_best
 from placer.search.annealing.max_load import minimize_max_load
@@ -107,6 +107,8 @@ class Portfolio:
                 search.evolve(self.policy)
                 search.follow_beams()
                 search.anneal()
+            elif ranked(search.known)[0].step_ns == INFEASIBLE_NS and search.evaluator.may_fit:
+                search.anneal()  # in another order it may fit into memory
         request.report(1.0, "done")
         return search.candidates()
 
@@ -139,7 +141,10 @@ class _Search:
             self._keep(start)
 
     def begin_by_groups(self, placer: Portfolio) -> None:
-        """Place groups of ops by a search of their own, and expand what it finds."""
+        """Place groups of ops by a search of their own, and expand what it finds.
+
+        With missing links there may be no placement that keeps the ops of a group together.
+        """
         request = self.meter.request
         end = self.began + (1.0 - self.began) * GROUPS_SHARE
 
@@ -150,7 +155,7 @@ class _Search:
             return
         level = level_above(request.problem)
         budget = self._until(end)
-        if budget is None:
+        if budget is None or missing_link(level.problem):
             return
         of_ops = replace(request, budget=budget, progress=report, search_trace=None, start=None)
         found = placer.place(replace(of_ops, problem=level.problem))
@@ -236,7 +241,7 @@ class _Search:
         best = means[first]
         if len(sampled) and sampled.min() < costs[first]:
             best = rows[int(sampled.argmin())]
-        [heft] = [c.step_ns for c in self.known if c.kind is Kind.HEFT]
+        [heft] = [c.cost for c in self.known if c.kind is Kind.HEFT]
         if heft < min(costs.min(), sampled.min(initial=INFEASIBLE_NS)):
             best = HEFT  # the policy errs on such graphs
         return best, spreads[first]
@@ -259,7 +264,7 @@ class _Search:
             self.meter.spend(size)
             self.chunk = self._next_chunk(size, self.meter.seconds() - began)
             row = int(new.argmin())
-            if best is None or new[row] < best.step_ns:
+            if best is None or new[row] < best.cost:
                 best = self.evaluator.candidate(kind, devices[row], priority[row], int(new[row]))
         if best is not None:
             self._keep(best)

@@ -126,11 +126,14 @@ def check_target(target: str) -> None:
 
 
 def load_function(reference: str) -> Callable[..., object]:
-    """Load the function that ``path/to/file.py:function`` names."""
+    """Load the function that ``path/to/file.py:function`` names, from the target's module if it is.
+
+    Its classes are then those of the target.
+    """
     path, _, name = reference.rpartition(":")
     if not path or not name:
         raise TargetError(f"{reference!r} is no function: write path/to/file.py:function")
-    return _function(_module(Path(path)), name, path)
+    return _function(_loaded(Path(path)) or _module(Path(path)), name, path)
 
 
 def target_modules() -> list[ModuleType]:
@@ -160,10 +163,22 @@ def _function_named(target: str) -> tuple[Path, str]:
     return Path(path), name
 
 
+def _loaded(path: Path) -> ModuleType | None:
+    """Return the module of a target's file, None if it was not loaded."""
+    return next((module for module in target_modules() if _is_of(module, path)), None)
+
+
+def _is_of(module: ModuleType, path: Path) -> bool:
+    return Path(module.__file__ or "").resolve() == path.resolve()
+
+
 def _module(path: Path) -> ModuleType:
     if not path.is_file():
         raise TargetError(missing_file(path))
-    spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
+    name = f"{MODULE}{path.stem}"
+    while name in sys.modules and not _is_of(sys.modules[name], path):
+        name += "_"  # two files of one name
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)

@@ -76,6 +76,9 @@ def test_a_workload_is_applied_and_exported_as_it_was_placed(path: Path) -> None
             placer.apply(step, placement, (x, x))
         with pytest.raises(ValueError, match="a workload has its own loss and dtype: leave"):
             placer.export(placement, "device-map", step, loss=nn.functional.mse_loss, dtype="bf16")
+    other = placer.Workload.of(model, (x, x), nn.functional.mse_loss, optimizer="sgd", dtype="bf16")
+    with pytest.raises(ValueError, match="of a step in fp32, the workload is in bf16: search"):
+        placer.apply(other, result)
     inference = placer.Workload.of(model, x, training=False)
     with pytest.raises(ValueError, match="of a training step: give a workload with training=True"):
         placer.apply(inference, path)

@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 import placer
+from envs.hardware.cluster import Cluster
 from envs.hardware.discover import discover
+from envs.runtime import Runtime, runtime_for
+from graphs.extract import Extraction
 from graphs.graph_file import load_graph
 from placer.cli.main import main
 from placer.costed_step import costed_step
@@ -184,6 +187,26 @@ def test_a_map_on_a_pinned_core_is_measured_on_its_own_devices() -> None:
     assert evaluation.feasible, evaluation.why
     with pytest.raises(ValueError, match="no device cuda:7"):
         placer.evaluate({"": 7}, layers(), progress=False)
+
+
+def test_a_result_is_measured_with_the_memory_that_was_given_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    search = placer.SearchConfig(budget="10e", policy=None, measure=False)
+    limits = placer.Constraints(memory={core: "64MB"})
+    result = placer.optimize(layers(), core, constraints=limits, search=search, progress=False)
+    assert result.problem.cluster.devices[0].memory_bytes < 64_000_000  # workers hold the rest
+    given = []
+
+    def noted(extraction: Extraction, cluster: Cluster, **options: Any) -> Runtime:
+        given.append(cluster.devices[0].memory_bytes)
+        return runtime_for(extraction, cluster, **options)
+
+    monkeypatch.setattr("placer.evaluation.runtime_for", noted)
+    evaluation = placer.evaluate(result, backend="measured", progress=False)
+    assert given == [64_000_000]
+    assert evaluation.feasible, evaluation.why
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="devices of this machine are cores")

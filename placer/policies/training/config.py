@@ -189,8 +189,12 @@ class TrainingConfig:
 
     @property
     def graph_bytes(self) -> int:
-        """Most memory of all graphs together, about a kilobyte for an op."""
-        return 1000 * sum(stage.graphs * stage.max_ops for stage in self.stage)
+        """Most memory of all graphs together, about a kilobyte for an op.
+
+        As many graphs as for testing are for choosing the seed.
+        """
+        training = sum(stage.graphs * stage.max_ops for stage in self.stage)
+        return 1000 * (training + 2 * self.test.graphs * self.test.max_ops)
 
     def stage_at(self, share: float) -> int:
         """Return the stage to run when ``share`` of the length is done."""

@@ -118,7 +118,7 @@ def _check(config: TrainingConfig, *, has_model: bool) -> None:
     needed, free = config.graph_bytes, available_memory_bytes()
     if needed > free:
         raise ValueError(
-            f"the graphs of all stages need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
+            f"the graphs need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
             "free: draw fewer graphs, or smaller ones"
         )
 

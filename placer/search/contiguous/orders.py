@@ -5,6 +5,8 @@ No order is best for all graphs: each one cuts few edges where another cuts many
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Final
 
@@ -15,7 +17,7 @@ from graphs.graph import PHASES, GraphArrays
 
 BACKWARD: Final = PHASES.index("backward")
 MOST_OPS_IN_NARROW_ORDER: Final = 5000
-"""Computing the narrow order takes seconds for larger graphs."""
+"""Computing the narrow order takes too long for larger graphs."""
 
 
 def linear_orders(problem: Problem) -> list[Ints]:
@@ -41,22 +43,37 @@ def narrow_order(graph: GraphArrays) -> Ints:
     missing = np.diff(graph.predecessor_start).tolist()
     reads = _lists(graph.predecessor_start, graph.predecessors)
     readers = _lists(graph.successor_start, graph.successors)
-    since = {i: -1 for i in graph.topological.tolist() if not missing[i]}
+    since: dict[int, tuple[int, int]] = {}  # of ready ops: when they became so, and a number
+    queue: list[tuple[int, tuple[int, int], int]] = []
     order: list[int] = []
 
-    def growth(i: int) -> tuple[int, int]:
-        return bool(readers[i]) - sum(unread[u] == 1 for u in reads[i]), -since[i]
+    def put(i: int) -> None:
+        growth = bool(readers[i]) - sum(unread[u] == 1 for u in reads[i])
+        heappush(queue, (growth, since[i], i))  # an earlier entry of i, if any, is no smaller
 
-    while since:
-        chosen = min(since, key=growth)
-        del since[chosen]
+    def make_ready(ops: Iterable[int]) -> None:
+        for number, i in enumerate(ops):
+            since[i] = -len(order), number
+            put(i)
+
+    make_ready(i for i in graph.topological.tolist() if not missing[i])
+    while queue:
+        _, _, chosen = heappop(queue)
+        if since.pop(chosen, None) is None:
+            continue
         order.append(chosen)
         for u in reads[chosen]:
             unread[u] -= 1
+            if unread[u] == 1:
+                for i in readers[u]:
+                    if i in since:
+                        put(i)
+        ready = []
         for v in readers[chosen]:
             missing[v] -= 1
             if not missing[v]:
-                since[v] = len(order)
+                ready.append(v)
+        make_ready(ready)
     return np.array(order, np.int32)
 
 

@@ -134,7 +134,8 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     output = np.array(graph.output_bytes, np.float64)
     workspace = np.array(graph.workspace_bytes, np.float64)
     memory = np.array(problem.memory_bytes, np.float64)
-    everything = resident.sum() + held.sum() + output.sum() + workspace.max()
+    kept = np.maximum(output, _copy_bytes(problem))
+    everything = resident.sum() + held.sum() + kept.sum() + workspace.max()
     roomy = bool(everything <= memory.min())
     any_device = roomy and bool(
         allowed.all() and problem.connected.all() and problem.graph.group.max() < 0
@@ -187,6 +188,16 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
         scale=scale,
         critical_path=critical_path,
     )
+
+
+def _copy_bytes(problem: Problem) -> Floats:
+    """Return the most bytes of received copies of an op's output on a device (N,)."""
+    graph = problem.graph
+    source = np.repeat(np.arange(problem.op_count), np.diff(graph.successor_start))
+    together = np.maximum if problem.cluster.once_per_destination else np.add
+    copies = np.zeros(problem.op_count)
+    together.at(copies, source, graph.edge_bytes)
+    return copies
 
 
 def filled_up(rows: NDArray[ScalarT], value: float = 0) -> NDArray[ScalarT]:

@@ -242,11 +242,12 @@ def commit(o: SchedulingArrays, schedule: PartialSchedule, devices: Ints, v: int
 
 @compiled_inline
 def release(o: SchedulingArrays, schedule: PartialSchedule, v: int, d: int) -> None:
-    """Account for op v's output, and free inputs without further consumers, with all copies."""
+    """Account for op v's output, and free inputs without further consumers, with all copies.
+
+    An output that nothing reads stays to the end of the step, as in the simulator.
+    """
     schedule.active[d] += o.output[v] + o.held[v]
     schedule.peak[d] = max(schedule.peak[d], schedule.active[d] + o.workspace[v])
-    if schedule.unread[v] == 0:
-        schedule.active[d] -= o.output[v]
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         p = o.predecessors[e]
         schedule.unread[p] -= 1

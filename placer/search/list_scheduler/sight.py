@@ -124,10 +124,15 @@ BLIND: Final = Sight(
 """Stands for no sight, where all weights are 0."""
 
 
-def see(sight: Sight, arrays: SchedulingArrays, devices: Ints, start_ns: Floats) -> None:
-    """Store the plan that starts ops on ``devices`` (N,) at ``start_ns`` (N,)."""
+def see(
+    sight: Sight, arrays: SchedulingArrays, topological: Ints, devices: Ints, start_ns: Floats
+) -> None:
+    """Store the plan that starts ops on ``devices`` (N,) at ``start_ns`` (N,).
+
+    Of ops that start at once, the order ``topological`` (N,) has producers before their readers.
+    """
     sight.home[:] = devices
-    order = np.argsort(start_ns, kind="stable").astype(np.int32)
+    order = topological[np.argsort(start_ns[topological], kind="stable")].astype(np.int32)
     _fill_tails(arrays, sight, order)
     end = max(float(sight.tail.max()), 1.0)
     sight.order_features[0] = BASE_ORDER_SCORE * (1.0 - start_ns / end)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
 from envs.replication import Replication
+from placer.cli.export import renamings
 from placer.cli.main import build_parser, main
 from placer.cli.optimize import replication
 from placer.cli.run import sync_overrides
@@ -34,6 +36,12 @@ def test_help_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert out.splitlines()[-1] == "[]"
+
+
+def test_devices_are_renamed_once_each() -> None:
+    assert renamings("core:0=cuda:0,core:1=cpu") == {"core:0": "cuda:0", "core:1": "cpu"}
+    with pytest.raises(argparse.ArgumentTypeError, match="renames a device twice"):
+        renamings("core:0=cuda:0,core:0=cpu")
 
 
 def test_settings_of_replicas_are_fields_of_a_replication() -> None:

@@ -24,7 +24,7 @@ import sys
 from placer.report.console import stdout_console
 from placer.progress import progress_for
 
-with progress_for(sys.stderr.isatty()) as progress:
+with progress_for(sys.stderr) as progress:
     progress.stage("a stage")
     progress.advance(0.5)
 stdout_console().print("the best row", style="bold green")
@@ -193,3 +193,24 @@ def test_output_that_goes_nowhere_is_a_failed_job(tmp_path: Path) -> None:
         )
     assert ended.returncode == 1
     assert ended.stderr == "placer: standard output: no space left on device\n"
+
+
+def test_a_placement_without_recorded_times_is_shown_as_json(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(Path("placement.json").read_text())
+    Path("bare.json").write_text(json.dumps({k: content[k] for k in ("format", "devices")}))
+    words = ["--target", "graph.json", "--cluster", "cluster.toml"]
+    capsys.readouterr()
+    assert main(["show", "bare.json", "--html", "bare.html", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_s"] is None
+    assert found["candidates"][0]["predicted_step_s"] > 0
+
+
+def test_a_command_runs_with_standard_error_closed(folder: Path) -> None:
+    words = [sys.executable, "-m", "placer.cli.main", *OPTIMIZE, "--json"]
+    shown = subprocess.run(
+        ["sh", "-c", '"$@" 2>&-', "sh", *words], stdout=subprocess.PIPE, check=True
+    )
+    assert json.loads(shown.stdout)["step_s"] > 0

@@ -132,6 +132,10 @@ def test_bad_targets_get_a_sentence(
         ("train --out x --policy generalist", "--policy needs --evaluate"),
         ("train --evaluate families", "takes --policy NAME"),
         ("train --out x --target m.py:f", "--target needs --backend measured"),
+        ("train --evaluate small --policy p --first-seed 2", "--first-seed is for training"),
+        ("machine --cache --out x.toml", "--out has no effect on the cache"),
+        ("export p.json x.py:f --format pipeline --out x.py", "target are the same file"),
+        ("export p.json x.onnx?n=2 --format pipeline --out x.onnx", "target are the same file"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_before_any_work(

@@ -375,6 +375,8 @@ def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
     with pytest.raises(ExportError, match=r"core:7 cannot be renamed: .* as in [a-z:0-9]+=cuda:0"):
         halves(cores, renamed={"core:7": "cuda:0"})
     renamed = dict(zip(cores, GPUS, strict=True))
+    with pytest.raises(ExportError, match="two devices would be cuda:1: give each a name"):
+        halves(cores, renamed=dict.fromkeys(cores, "cuda:1"))
     content = device_map(halves(cores, renamed=renamed, main_device="cuda:1")).content
     assert (content["0"], content["4"]) == (0, 1)
 

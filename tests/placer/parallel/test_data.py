@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from placer.parallel.data import Blocks, FromFunction, MadeUp, Shards, numbers_of
+from placer.sources.target import load_function, load_step
 from tests.helpers.tiny_models import assert_same, conv_net, tied_weights
 
 
@@ -33,6 +38,45 @@ def test_batches_of_a_function_are_taken_apart_like_the_targets() -> None:
     found, keywords = batches(2)
     assert_same(found, (images + 2, labels))  # in the form of the example
     assert not keywords
+
+
+def test_a_function_that_fails_is_named_with_its_batch() -> None:
+    step = conv_net()
+    batches = FromFunction([step.inputs].__getitem__, step)
+    batches(0)
+    with pytest.raises(ValueError, match="the data function failed for batch 3: IndexError: list"):
+        batches(3)
+
+
+def test_data_of_the_targets_own_file_has_the_targets_classes(tmp_path: Path) -> None:
+    text = """
+    import torch
+    from dataclasses import dataclass
+
+    @dataclass
+    class Pair:
+        x: torch.Tensor
+
+    class Model(torch.nn.Module):
+        def forward(self, pair):
+            return pair.x * 2
+
+    def build():
+        return Model(), (Pair(torch.ones(2)),)
+
+    def batch(number):
+        return (Pair(torch.full((2,), float(number))),)
+    """
+    files = [tmp_path / folder / "model.py" for folder in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(textwrap.dedent(text))
+    for file in files:
+        step = load_step(f"{file}:build", training=False)
+        ((pair,), _) = FromFunction(load_function(f"{file}:batch"), step)(3)
+        assert type(pair) is type(step.inputs[0])
+        assert sys.modules[type(pair).__module__].__file__ == str(file)
+        assert step.model(pair).tolist() == [6.0, 6.0]
 
 
 def test_shards_of_a_batch_are_the_whole_of_it() -> None:

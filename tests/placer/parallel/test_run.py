@@ -236,6 +236,7 @@ def alone(given: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -
         (["--sync", "fp16,period=4"], "takes no period"),
         (["--checkpoint", "run.json", "--sync", "asgd"], "asgd cannot go on"),
         (["--timeout-s", "0"], "--timeout-s 0.0"),
+        (["--timeout-s", "inf"], "--timeout-s inf is not above 0 and at most 1,000,000"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_starts(

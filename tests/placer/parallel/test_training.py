@@ -89,6 +89,7 @@ def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
     [
         ("none/model", "there is no folder"),
         ("placement.json", "--save and --placement are the same file"),
+        ("target.py", "--save and target are the same file"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from envs.simulator import INFEASIBLE_NS
 from placer.policies import Policy, load, names
 from placer.policies.network import FORMAT, RANGES
 from placer.policies.pool import Clusters, draw_pool, exercise, families
-from placer.policies.rewards import TOGETHER, added_to_best, plain_rewards
+from placer.policies.rewards import TOGETHER, WORST_REWARD, added_to_best, plain_rewards
 from placer.policies.scheduler_env import SchedulerBatch, SchedulerEnv
 from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
@@ -240,6 +241,21 @@ def test_samples_of_a_problem_are_rewarded_together() -> None:
     assert done.all()
     plain = plain_rewards(len(pool)).of(numbers, np.array([info["ratio"] for info in infos]))
     assert rewards.tolist() == added_to_best(plain.reshape(3, -1), 4).ravel().tolist()
+
+
+def test_what_does_not_fit_is_the_worst_and_a_problem_where_nothing_fits_is_refused() -> None:
+    problem = random_problem(3, devices=4, memory_bytes=12_000_000)
+    environment = SchedulerEnv(pool=[exercise(problem)])
+    fits = set()
+    for seed in range(20):
+        environment.reset(seed=0)
+        action = np.random.default_rng(seed).uniform(-1, 1, WEIGHT_COUNT).astype(np.float32)
+        _, reward, _, _, info = environment.step(action)
+        fits.add(info["step_ns"] < INFEASIBLE_NS)
+        assert (reward == WORST_REWARD) == (info["step_ns"] == INFEASIBLE_NS)
+    assert fits == {True, False}
+    with pytest.raises(ValueError, match="no heuristic placement fits into memory"):
+        exercise(random_problem(3, devices=4, memory_bytes=10_000))
 
 
 def test_zero_action_is_heft_in_the_environment() -> None:

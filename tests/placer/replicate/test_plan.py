@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from envs.hardware.cluster import Cluster, load_cluster
+from envs.hardware.units import milliseconds
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator
@@ -31,6 +32,7 @@ from placer.choose import PlacementError
 from placer.job import Job
 from placer.pipeline import optimize_job
 from placer.progress import Silent
+from placer.replicate.fitting import Factors
 from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.plan import plan_job
 from placer.replicate.simulation import variants
@@ -376,3 +378,15 @@ def random_training(seed: int, ops: int = 8) -> nx.DiGraph[str]:
         if node["phase"] == "forward":
             node["parameter_bytes"] = int(rng.integers(0, 3)) * MB // 10
     return graph
+
+
+def test_the_verdict_has_the_fitted_times_of_the_table() -> None:
+    plan = planned(layers(towers="ab"), nodes(1, 2))
+    step = plan.best.step
+    assert step is not None
+    fitted = replace(plan.best, factors=Factors(1.5, 2.0))
+    splits = tuple(fitted if each is plan.best else each for each in plan.splits)
+    plan = replace(plan, splits=splits)
+    assert plan.best is fitted
+    assert f"a step of {milliseconds(fitted.step_s)} ms" in verdict_of(plan)
+    assert fitted.step_s > 1.4 * step.step_s

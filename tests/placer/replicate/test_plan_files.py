@@ -22,6 +22,7 @@ from placer.parallel.local_ranks import Seat
 from placer.parallel.plan import run_plan
 from placer.replicate.messages import remarks_of
 from placer.replicate.sources import StepSource
+from placer.report.replicas import plan_to_dict
 from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import nodes
 from tests.helpers.processes import all_end, descendants
@@ -223,3 +224,12 @@ def test_the_command_says_how_to_train_what_was_planned(
 def shown_of(capsys: pytest.CaptureFixture[str]) -> str:
     """Return the printed output as one line."""
     return " ".join(capsys.readouterr().out.split())
+
+
+def test_steps_without_any_time_are_plain_json() -> None:
+    graph = layers()
+    for _, node in graph.nodes(data=True):
+        node.update(cost_s={"*": 0.0}, parameter_bytes=0, gradient_bytes=0, output_bytes=0)
+    data = plan_to_dict(planned(graph, nodes(1, 2), Replication(replicas=2)))
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert None in [split.get("samples_per_s", 0.0) for split in data["splits"]]

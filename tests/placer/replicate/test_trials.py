@@ -103,6 +103,15 @@ def test_factors_are_read_as_written_and_the_oldest_make_room(tmp_path: Path) ->
     assert list(fitted.by_kind["k"]) == [str(n) for n in range(2, MOST_STEPS + 2)]
 
 
+def test_factors_that_tell_nothing_leave_the_others_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "replicas.json"
+    hidden = Factors.fitted(0.05, 0.04, 0.02001, 0.02)
+    assert hidden.communication == pytest.approx(1000)
+    known = FittedFactors().with_trial("k", "long", Factors(1.5, 0.5, alone_s=500.0))
+    known.with_trial("k", "hidden", hidden).with_trial("k", "n", Factors(1.5, -0.5)).save(path)
+    assert FittedFactors.load(path) == known
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"format": "x", "factors": {}}',

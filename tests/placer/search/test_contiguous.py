@@ -126,6 +126,42 @@ def test_orders_have_every_op_once_and_all_but_one_have_it_after_what_it_reads(s
             assert all(position[i] < position[v] for v in graph.successors[first:end].tolist())
 
 
+def plain_narrow_order(graph: GraphArrays) -> list[int]:
+    """Return the narrow order by looking at all ready ops each time."""
+    reads: dict[int, list[int]] = {i: [] for i in range(len(graph))}
+    readers: dict[int, list[int]] = {}
+    for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
+        readers[i] = graph.successors[first:end].tolist()
+    for i, (first, end) in enumerate(pairwise(graph.predecessor_start.tolist())):
+        reads[i] = graph.predecessors[first:end].tolist()
+    unread = {i: len(of) for i, of in readers.items()}
+    missing = {i: len(of) for i, of in reads.items()}
+    since = {i: -1 for i in graph.topological.tolist() if not missing[i]}
+    order: list[int] = []
+
+    def growth(i: int) -> tuple[int, int]:
+        return bool(readers[i]) - sum(unread[u] == 1 for u in reads[i]), -since[i]
+
+    while since:
+        chosen = min(since, key=growth)
+        del since[chosen]
+        order.append(chosen)
+        for u in reads[chosen]:
+            unread[u] -= 1
+        for v in readers[chosen]:
+            missing[v] -= 1
+            if not missing[v]:
+                since[v] = len(order)
+    return order
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 60))
+def test_the_narrow_order_is_that_of_its_plain_form(seed: int, ops: int) -> None:
+    graph = random_problem(seed, ops=ops).graph
+    assert narrow_order(graph).tolist() == plain_narrow_order(graph)
+
+
 def test_the_depth_first_order_has_weights_just_before_their_reader() -> None:
     graph = new_graph("hand")
     for name in ("w2", "w1", "x", "conv1", "conv2", "add"):

@@ -31,3 +31,13 @@ def test_first_samples_have_the_requested_deviations() -> None:
 def test_samples_without_deviation_are_refused() -> None:
     with pytest.raises(ValueError, match="sigma is 0"):
         Evolution(np.zeros(3), sigma=0, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_evolution_ends_before_rounding_errors_when_all_costs_are_equal(seed: int) -> None:
+    evolution = Evolution(np.zeros(3), sigma=0.5, seed=seed, population=6)
+    generations = 0
+    while not evolution.has_ended:
+        evolution.tell(evolution.ask(), np.zeros(6))
+        generations += 1
+    assert 100 < generations < 20_000

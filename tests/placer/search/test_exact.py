@@ -24,6 +24,7 @@ from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
+from placer.search import exact
 from placer.search.candidate import Candidate
 from placer.search.exact import LARGEST
 from placer.search.registry import placer_named
@@ -51,6 +52,22 @@ def test_it_is_the_best_of_all_plans_of_a_tiny_graph(seed: int, sharing: Sharing
     )
     found = solved(problem)
     assert found.step_ns == found.bound_ns == best_step_ns(problem)
+
+
+def test_all_rounds_together_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    solvers: list[Any] = []
+
+    def noted(*arguments: Any) -> Any:
+        solvers.append(make(*arguments))
+        return solvers[-1]
+
+    make = exact._solver
+    monkeypatch.setattr(exact, "_solver", noted)
+    evaluations = 200
+    solved(random_problem(0, ops=30), evaluations)
+    used_s = sum(solver.response_proto.deterministic_time for solver in solvers)
+    assert solvers
+    assert used_s <= 1.2 * evaluations * exact.DETERMINISTIC_S  # the solver looks now and then
 
 
 def test_a_graph_with_too_many_ops_is_refused_in_a_sentence() -> None:

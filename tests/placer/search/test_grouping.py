@@ -5,7 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from envs.problem import Problem
+from envs.simulator.bounds import missing_link
 from graphs.coarsen.merging import edge_sources
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.search import grouping
 from placer.search.evaluator import Evaluator
 from placer.search.grouping import level_above, spread, units
@@ -13,6 +16,7 @@ from placer.search.heuristics import heuristics
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, SearchRequest
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.simulator_cases import one_kind
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -84,3 +88,25 @@ def test_a_search_by_levels_repeats_and_is_never_worse_than_the_heuristics(
     assert found[0].step_ns < best
     onward = Portfolio().place(replace(request, start=found[0]))  # of the ops, not of the groups
     assert onward[0].step_ns <= found[0].step_ns
+
+
+def test_where_links_keep_no_group_together_a_search_goes_on_by_ops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one link, from d0 to d1: all a must be on d0, as they feed x, and all b on d1, as y."""
+    graph = new_graph("one way")
+    cluster = one_kind(2, one_way=True)
+    names = cluster.names
+    add_op(graph, "y", cost_s={"*": 1e-5}, output_bytes=10, devices=names[1:])
+    add_op(graph, "x", cost_s={"*": 1e-5}, output_bytes=10, devices=names[:1])
+    for i in range(200):
+        add_op(graph, f"a{i}", cost_s={"*": 1e-5}, output_bytes=10)
+        add_op(graph, f"b{i}", cost_s={"*": 1e-5}, output_bytes=10)
+        for source, target in ((f"a{i}", "x"), (f"a{i}", f"b{i}"), ("y", f"b{i}")):
+            add_edge(graph, source, target)
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    assert missing_link(level_above(problem).problem)
+    assert not missing_link(problem)
+    monkeypatch.setattr(grouping, "GROUPED_OPS", 100)
+    found = Portfolio().place(SearchRequest(problem, Budget(evaluations=60)))
+    assert len(found) > 2

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Floats, Ints, Problem
-from envs.simulator import Simulator
+from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
 from graphs.synthetic.shapes import Weights, layered
 from placer.search.candidate import Kind, ranked
@@ -102,6 +102,36 @@ def test_limits_and_groups_are_kept_and_memory_too(seed: int) -> None:
     order = -np.arange(free.op_count, dtype=float)
     peaks = Simulator(free).run(first_layers(free, order), order).peak_bytes
     assert (peaks[:-1] <= free.memory_bytes[:-1]).all()
+
+
+def test_layers_fill_devices_although_ops_are_pinned_to_the_first() -> None:
+    problem = chain((45, 45, 1000))
+    allowed = problem.allowed.copy()
+    allowed[-1, 1:] = False
+    pinned = replace(problem, allowed=allowed)
+    assert filled(problem) == [0] * 4 + [1] * 4 + [2] * 4
+    assert filled(pinned) == [0] * 2 + [1] * 4 + [2] * 5 + [0]
+
+
+def test_a_device_that_can_run_nothing_has_no_part_of_a_layer_split() -> None:
+    problem = chain((1000, 1000, 1000))
+    allowed = problem.allowed.copy()
+    allowed[:, 2] = False
+    without = replace(problem, allowed=allowed)
+    assert layer_split(without).tolist() == [0] * 6 + [1] * 6
+
+
+def test_outputs_that_nothing_reads_stay_and_take_room_for_the_next_op() -> None:
+    graph = new_graph("sinks")
+    for k in range(8):
+        add_op(graph, f"{k}", cost_s={"gpu": 1e-4, "slow": 1e-2}, output_bytes=10**6)
+    cluster = one_kind(2)
+    first, second = (replace(device, memory_bytes=5_500_000) for device in cluster.devices)
+    cluster = replace(cluster, devices=(first, replace(second, kind="slow")))
+    found = heuristics(Evaluator(Problem.of(GraphArrays.from_graph(graph), cluster)))
+    [heft_found] = [each for each in found if each.kind is Kind.HEFT]
+    assert sorted(heft_found.devices.tolist()) == [0] * 5 + [1] * 3
+    assert heft_found.step_ns < INFEASIBLE_NS
 
 
 def test_it_is_a_candidate_only_where_a_device_is_too_small() -> None:

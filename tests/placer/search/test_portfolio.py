@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,17 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from envs.simulator import Simulator
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.policies import load
 from placer.search.annealing.step_time import MOST_STARTS, STEPS_PER_START
-from placer.search.candidate import Candidate, Kind
+from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode
-from placer.search.portfolio import Portfolio
+from placer.search.portfolio import Portfolio, _Search
 from placer.search.registry import placer_named
 from placer.search.request import Budget, SearchRequest
+from placer.search.workers import Workers
 from tests.helpers.random_problems import best_step_ns, keeps_groups, keeps_limits, random_problem
+from tests.helpers.simulator_cases import one_kind
 
 
 class Fixed:
@@ -139,3 +144,58 @@ def test_the_policy_begins_with_its_first_proposal() -> None:
     request = SearchRequest(problem, Budget(evaluations=1))
     [found] = placer_named("policy", policy).place(request)
     assert found.devices.tolist() == decode(evaluator.scheduling, means[0])[0].tolist()
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_received_copies_count_where_they_take_more_than_outputs(*, once: bool) -> None:
+    graph = new_graph("fan")
+    add_op(graph, "source", cost_s={"*": 1e-4}, output_bytes=1_000_000 if once else 100_000)
+    for k in range(10):
+        add_op(graph, f"{k}", cost_s={"*": 1e-3})
+        add_edge(graph, "source", f"{k}", 1_200_000 if once else 100_000)
+    cluster = one_kind(2)
+    size = 1_000_000 if once else 450_000
+    devices = tuple(replace(each, memory_bytes=size) for each in cluster.devices)
+    cluster = replace(cluster, devices=devices, once_per_destination=once)
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    simulator = Simulator(problem)
+    found = Portfolio().place(SearchRequest(problem, Budget(evaluations=60)))
+    steps_ns = [int(simulator.step_ns(each.devices, each.priority)[0]) for each in found]
+    assert [each.step_ns for each in found] == steps_ns
+    assert steps_ns[0] < INFEASIBLE_NS == steps_ns[-1]
+
+
+def test_where_nothing_fits_what_misses_least_is_the_best() -> None:
+    problem = random_problem(0, ops=60, devices=4)
+    needed = int(problem.graph.resident_bytes.sum())
+    devices = problem.cluster.devices
+    small = tuple(replace(each, memory_bytes=int(0.26 * needed)) for each in devices)
+    problem = Problem.of(problem.graph, replace(problem.cluster, devices=small))
+    evaluator = Evaluator(problem)
+    known = heuristics(evaluator)
+    costs = {c.name: int(evaluator.costs(c.devices[None], c.priority[None])[0]) for c in known}
+    assert min(costs.values()) >= OVERFULL_NS
+    assert ranked(known)[0].name == min(costs, key=costs.__getitem__)
+    rows = HEFT + np.random.default_rng(0).normal(0.0, 0.5, (12, WEIGHT_COUNT))
+    search = _Search(SearchRequest(problem, Budget(evaluations=100)), Workers(1), bounded=False)
+    search.begin()
+    decoded = search._decode(Kind.POLICY, rows, 1.0)
+    assert len(decoded) == len(rows)
+    assert search.new[0].cost == decoded.min() < decoded[-1]
+
+
+def test_on_one_device_an_order_is_found_in_which_the_step_fits() -> None:
+    graph = new_graph("two branches")
+    for branch in "ab":
+        add_op(graph, f"{branch}0", cost_s={"*": 1e-3}, output_bytes=10**7)
+        add_op(graph, f"{branch}1", cost_s={"*": 1e-3})
+        add_edge(graph, f"{branch}0", f"{branch}1")
+    cluster = one_kind(1)
+    device = replace(cluster.devices[0], memory_bytes=15_000_000)
+    problem = Problem.of(GraphArrays.from_graph(graph), replace(cluster, devices=(device,)))
+    best = Portfolio().place(SearchRequest(problem, Budget(evaluations=200)))[0]
+    assert best.step_ns == 4_000_000
+    for node in graph:
+        graph.nodes[node]["parameter_bytes"] = 10**7
+    problem = Problem.of(GraphArrays.from_graph(graph), problem.cluster)
+    assert len(Portfolio().place(SearchRequest(problem, Budget(evaluations=200)))) == 1

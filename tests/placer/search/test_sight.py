@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from envs.problem import Floats, Ints, Problem
-from graphs.graph import GraphArrays
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.planted import planted
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator
@@ -21,6 +21,7 @@ from placer.search.list_scheduler.sight import (
 )
 from placer.search.list_scheduler.soft_log import soft_log
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.simulator_cases import one_kind
 
 REPEAT = np.array([1e6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
 
@@ -47,6 +48,19 @@ def edges(problem: Problem) -> list[tuple[int, int, int]]:
 
 def log(x: float) -> float:
     return float(soft_log(np.array([x]))[0])
+
+
+def test_tails_of_ops_without_cost_that_start_with_their_readers() -> None:
+    graph = new_graph("views")
+    for name, cost in (("reader", 1e-3), ("last", 5e-3), ("view", 0.0)):
+        add_op(graph, name, cost_s={"*": cost})
+    add_edge(graph, "view", "reader")
+    add_edge(graph, "reader", "last")
+    evaluator = Evaluator(Problem.of(GraphArrays.from_graph(graph), one_kind(2)))
+    plan = evaluator.candidate(Kind.OTHER, np.zeros(3, np.int32), np.zeros(3))
+    for _ in range(2):
+        evaluator.look_at(plan)
+        assert evaluator.sight.tail.tolist() == [6e6, 5e6, 6e6]
 
 
 def test_tail_is_the_longest_path_along_edges_and_devices() -> None:
