@@ -33,6 +33,8 @@ LARGEST_FEATURE: Final = 50.0
 """Upper bound of the observation space, above the logarithm of any time or size."""
 INVALID_REWARD: Final = -5.0
 """Reward of a masked action or an infeasible placement: a step 150 times the baseline."""
+SHORTEST_S: Final = 1e-9
+"""Steps without any time count as so long, the resolution of the simulator."""
 
 
 class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
@@ -188,8 +190,8 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         placement = self._evaluator.placement(schedule.devices)
         result = self.backend.evaluate([placement])[0]
         reward, baseline_s = INVALID_REWARD, self._evaluator.baseline_s()
-        if result.feasible and result.step_s > 0:
-            reward = math.log(baseline_s / result.step_s)
+        if result.feasible:
+            reward = math.log(max(baseline_s, SHORTEST_S) / max(result.step_s, SHORTEST_S))
         info = {
             "number": self._number,
             "step_s": result.step_s,

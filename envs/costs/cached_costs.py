@@ -136,7 +136,9 @@ class MeasuredCosts:
         if self.signatures is not None:
             session = session_of(runs_s + overhead_s, self.signatures, today)
             CostCache().store(conditions, session)
-            FactorCache().forget_factors(conditions, self._step)
+            for unplaced in (False, True):  # both have these costs
+                step = step_id(self.signatures, unplaced=unplaced)
+                FactorCache().forget_factors(conditions, step)
         return np.asarray(np.median(runs_s, axis=0), np.float64)
 
     def _store_oversize(

@@ -51,7 +51,7 @@ class FactorCache(CostCache):
     ) -> None:
         """Multiply the factors of a step; they stay within 1 / ``largest`` and ``largest``."""
         known = self.factors(conditions, step)
-        scaled = {
+        scaled = dict(known) | {
             name: min(max(known.get(name, 1.0) * factor, 1.0 / largest), largest)
             for name, factor in factors.items()
         }

@@ -27,7 +27,8 @@ Factors: TypeAlias = Mapping[str, Mapping[str, float]]
 OTHER: Final = "elementwise"
 PATTERNS: Final = {
     "convolution": "conv",
-    "matrix product": r"\b(add|b|baddb)?mm|linear|matmul|attention|einsum|lstm|gru|rnn_layer",
+    "matrix product": r"\b(add|b|baddb)?mm|(?<!bi)linear|matmul|attention|einsum"
+    r"|lstm|gru|rnn_layer",
     "reduction": r"norm|softmax|pool|loss|entropy|embedding dense|\b(mean|sum|topk|argmax|amax)",
     "copy": r"embedding|\b(cat|stack|split|slice|select|clone|copy|gather|scatter|index|pad|repeat"
     r"|unbind|zeros|ones|arange|full|permute|transpose|view|expand)",

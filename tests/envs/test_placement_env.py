@@ -31,11 +31,13 @@ from envs.problem import toy_problem
 from envs.simulator import Simulated
 from envs.torch_runtime import TorchExecutor
 from graphs.extract import Workload
+from graphs.graph import add_edge, add_op, new_graph
 from graphs.optimizer import Optimizer
 from placer.startup import register_environments
 from tests.helpers.clusters import pair
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+from tests.helpers.simulator_cases import one_kind
 
 CORES = sorted(os.sched_getaffinity(0))
 IDS = ("placer/Placement-v0", "placer/Scheduler-v0")
@@ -286,3 +288,16 @@ def test_the_reward_comes_from_the_given_backend() -> None:
     reward, info, _ = played(PlacementEnv(backend=Constant()), lambda: 1)
     assert reward == 0.0
     assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})
+
+
+@pytest.mark.parametrize(("latency_s", "reward"), [(0.0, 0.0), (1e-3, math.log(1e-9 / 1e-3))])
+def test_steps_without_any_time_have_a_reward(latency_s: float, reward: float) -> None:
+    graph = new_graph("free")
+    add_op(graph, "a", cost_s={"*": 0.0}, output_bytes=0)
+    add_op(graph, "b", cost_s={"*": 0.0})
+    add_edge(graph, "a", "b")
+    made = gym.make(IDS[0], graph=graph, cluster=one_kind(2, latency_s=latency_s))
+    devices = iter([0, 1])
+    found, info, _ = played(made, lambda: next(devices))
+    assert info["feasible"]
+    assert found == pytest.approx(reward)

@@ -43,6 +43,12 @@ def test_later_factors_multiply_earlier_ones_within_the_limits(cache: FactorCach
     assert cache.factors(HERE, STEP) == pytest.approx({"convolution": LARGEST, "copy": 1.0})
 
 
+def test_factors_that_were_not_fitted_again_stay(cache: FactorCache) -> None:
+    cache.scale_factors(HERE, STEP, {"load": 1.2}, LARGEST)
+    cache.scale_factors(HERE, STEP, {"copy": 1.1}, LARGEST)
+    assert cache.factors(HERE, STEP) == {"load": 1.2, "copy": 1.1}
+
+
 def test_a_cleared_kind_has_no_factors(cache: FactorCache) -> None:
     other = replace(HERE, kind="core*2")
     for conditions in (HERE, other):
@@ -144,6 +150,8 @@ def test_the_unplaced_model_has_factors_of_its_own(device: Device) -> None:
     )
     assert seconds(placed, device) == [1.0, 1.0, 1.0]
     assert seconds(unplaced, device) == [2.0, 2.0, 2.0]
+    placed.costs(devices, fresh=True)
+    assert seconds(unplaced, device) == [1.0, 1.0, 1.0]
 
 
 def test_costs_that_cannot_be_cached_keep_no_factors(device: Device) -> None:

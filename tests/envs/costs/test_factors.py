@@ -42,7 +42,10 @@ def shares_of(count: int, seed: int = 0) -> NDArray[np.float64]:
             "_softmax batch_norm_backward avg_pool2d sum embedding_dense_backward",
         ),
         ("copy", "cat unsafe_split constant_pad_nd embedding new_zeros clone"),
-        ("elementwise", "add add.gradient threshold_backward rsqrt silu tanh adam group"),
+        (
+            "elementwise",
+            "add add.gradient threshold_backward silu tanh adam group upsample_bilinear2d",
+        ),
     ],
 )
 def test_ops_have_the_class_of_their_names(name: str, ops: str) -> None:

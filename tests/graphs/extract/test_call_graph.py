@@ -115,6 +115,19 @@ def test_views_of_what_is_written_stay_with_it() -> None:
     assert len(groups) == 1
 
 
+def test_a_gradient_that_is_added_to_two_others_is_an_output_once() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        a, b = m.p(x), m.q(x)
+        out: Tensor = (a + b).tanh() + a.sin() + b.cos()
+        return out
+
+    model = Plain(forward, p=nn.Linear(4, 8), q=nn.Linear(4, 8))
+    step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 8)), squared)
+    graph = call_graph(extract(step)).graph
+    [tanh] = [node for op, node in graph.nodes(data=True) if op.endswith("backward/tanh")]
+    assert tanh["output_bytes"] == 3 * 8 * 4
+
+
 def test_gradients_are_added_up_where_the_tensor_was_made() -> None:
     def forward(m: nn.Module, x: Tensor) -> Any:
         hidden = m.get_submodule("first")(x)
