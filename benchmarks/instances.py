@@ -3,7 +3,7 @@
 ``judged`` are 430 to 3,270 ops of five families on 2 to 8 devices; ``u`` marks unequal devices. The
 policy `synthetic-only` was trained on none of these families; `generalist` knows them all, but not
 these graphs. Ideas were selected on these problems, so ``unseen`` are others of the same families,
-which influenced no choice. ``communicating`` are sharded matrix programs on links so slow that
+on which no idea was selected. ``communicating`` are sharded matrix programs on links so slow that
 sending every output once takes four times as long as all ops. ``planted`` have an optimum known by
 construction. ``profiled`` are networks whose op times were published with PipeDream.
 """
@@ -112,7 +112,7 @@ def judged() -> list[Exercise]:
 
 
 def unseen() -> list[Exercise]:
-    """Return other problems of the same five families, which influenced no choice."""
+    """Return other problems of the same five families, on which no idea was selected."""
     rng = np.random.default_rng
     instances: list[tuple[str, nx.DiGraph[str], Machine]] = [
         (

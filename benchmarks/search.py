@@ -210,7 +210,7 @@ def each_training_seed(
 
 
 def on_unseen(of: Subjects, seeds: int, out: dict[str, Any]) -> Table:
-    """Repeat the comparisons on problems that influenced no choice."""
+    """Repeat the comparisons on problems on which no idea was selected."""
     tables = [of_policies(of.policies, of.unseen, seeds, out.setdefault("policies", {}))]
     for seconds in SHORT_S:
         budget = Budget(seconds=seconds)
@@ -218,7 +218,7 @@ def on_unseen(of: Subjects, seeds: int, out: dict[str, Any]) -> Table:
         tables.append(at_budget(of.unseen, budget, of.policies, seeds, own))
     own = out.setdefault("training-seeds", {})
     tables.append(each_training_seed(of.unseen, of.policies["synthetic-only"], seeds, own))
-    return joined("Search, problems that influenced no choice", tables)
+    return joined("Search, problems on which no idea was selected", tables)
 
 
 def joined(title: str, tables: Sequence[Table]) -> Table:

@@ -6,8 +6,7 @@ See :mod:`placer.applying` for running and exporting a placement.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +26,7 @@ from placer.evaluation import (
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.pipeline import optimize_job
 from placer.policies import Policy, load
-from placer.progress import Progress, Silent, progress_for
+from placer.progress import Progress, progress_for
 from placer.replicate.plan import plan_job
 from placer.result import Result
 from placer.sources.target import Target
@@ -121,7 +120,7 @@ def optimize(
         replicas=replicas,
         extractor=extractor,
     )
-    with _shown(progress) as shown:
+    with progress_for(sys.stderr if progress else None) as shown:
         return run_job(job, shown)
 
 
@@ -175,7 +174,7 @@ def extract(
         OSError: a file cannot be read.
     """
     source, devices = _source(model, example_inputs, devices, loss, target, training=training)
-    with _shown(progress) as shown:
+    with progress_for(sys.stderr if progress else None) as shown:
         return extract_source(source, devices, shown, extractor=extractor)[0]
 
 
@@ -248,7 +247,7 @@ def evaluate(
         WorkerError: the workers do not start.
     """
     check_backend(backend)
-    with _shown(progress) as shown:
+    with progress_for(sys.stderr if progress else None) as shown:
         if model is None:
             if not isinstance(placement, Result):
                 raise ValueError("a placement alone has no ops to evaluate: give model or graph")
@@ -262,15 +261,6 @@ def evaluate(
             extractor=extractor,
         )
         return evaluate_job(job, backend, shown)
-
-
-@contextmanager
-def _shown(progress: bool) -> Iterator[Progress]:
-    if not progress:
-        yield Silent()
-        return
-    with progress_for(sys.stderr) as shown:
-        yield shown
 
 
 def _source(

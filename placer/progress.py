@@ -251,7 +251,7 @@ class Bars:
 
 
 def progress_for(stream: TextIO | None) -> AbstractContextManager[Progress]:
-    """Return bars for a terminal, plain lines for another stream, nothing for a closed one."""
+    """Return bars for a terminal, plain lines for another stream, for None what shows nothing."""
     if stream is None:
         return nullcontext(Silent())
     return Bars() if stream.isatty() else PlainLines()

@@ -273,7 +273,7 @@ class Result:
             "step_s": times.get("step_s"),
             "predicted": data["predicted"],
             "measured": data["measured"],
-            "speed_up": _finite(self.speedup),
+            "speed_up": finite(self.speedup),
             "lower_bound_s": self.lower_bound_s,
             "verdict": self.verdict,
             "remarks": self.remarks,
@@ -301,7 +301,7 @@ class Result:
             "predicted_step_s": step_s if np.isfinite(candidate.predicted_s) else None,
             "peak_memory_bytes": dict(candidate.peak_memory_bytes),
             "measured": measured,
-            "speed_up": _finite(self.speedup_of(candidate)),
+            "speed_up": finite(self.speedup_of(candidate)),
             "chosen": candidate is self.best,
             "eliminated": candidate.eliminated,
             "why": candidate.why,
@@ -382,5 +382,6 @@ def _peaks(runs: Measurement) -> dict[str, dict[str, int]]:
     return peaks
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return a number for JSON, None for one that is not finite."""
     return float(value) if np.isfinite(value) else None

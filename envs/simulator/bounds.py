@@ -85,8 +85,10 @@ def load_bound_ns(problem: Problem) -> int:
 
 def missing_link(problem: Problem) -> str:
     """Return the reason that missing links let no placement run, or ""."""
+    if problem.connected.all():
+        return ""
     problem, _ = _counted(problem)
-    return "" if problem.connected.all() else _missing_link(problem, paths_of(problem))
+    return _missing_link(problem, paths_of(problem))
 
 
 def _counted(problem: Problem) -> tuple[Problem, int]:

@@ -82,7 +82,7 @@ def _sums(graph: GraphArrays, program: StepProgram) -> list[tuple[list[int], lis
             root
             for root in read
             if root in readers and root not in sum_of and root not in returned
-            if len(readers[root]) == 1 and all(adds[reader] for reader in readers[root])
+            if readers[root] == {call.op}
         ]
     return sums
 

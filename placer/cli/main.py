@@ -65,13 +65,16 @@ def script(*command: str) -> NoReturn:
     """
     try:
         leave_imports_at_once()
+        from pathlib import Path
+
         from placer.cli.output import StandardOutput
 
         if (old := sys.stdout) is not None:  # it may be closed
             lines = bool(old.line_buffering)
             sys.stdout = StandardOutput(old.buffer, old.encoding, old.errors, line_buffering=lines)
         if sys.stderr is None:
-            sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - to the end
+            # It is in use to the end of the process, so nothing could close it earlier.
+            sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - see above
         code = main([*command, *sys.argv[1:]])
     except SystemExit as leaving:  # argparse, on --help and bad usage
         code = leaving.code if isinstance(leaving.code, int) else 1

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,9 +62,9 @@ def say(args: argparse.Namespace, text: object) -> None:
 
 def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:
     """Return the progress display of a command."""
-    from placer.progress import Silent, progress_for
+    from placer.progress import progress_for
 
-    return nullcontext(Silent()) if args.quiet else progress_for(sys.stderr)
+    return progress_for(None if args.quiet else sys.stderr)
 
 
 @contextmanager

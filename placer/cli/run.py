@@ -204,11 +204,13 @@ def _remarks(run: Run, ranks: int, is_shared: bool) -> Iterator[str]:
 
 
 def _to_dict(run: Run, trained: Trained) -> dict[str, Any]:
+    from placer.result import finite
+
     return {
         "steps": run.request.steps,
         "first_step": trained.first_step,
         "sync": run.plan.sync.method,
-        "losses": list(trained.losses),
+        "losses": [finite(loss) for loss in trained.losses],
         "step_s": trained.step_s,
         "report": dict(trained.report),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +32,7 @@ from placer.exports.format import SMALLEST_CHANGE
 from placer.exports.placed_modules import is_inside, whole_modules
 from placer.job import Job, SearchConfig
 from placer.pipeline.optimization import optimize_problem
-from placer.progress import Progress, Silent, progress_for
+from placer.progress import Progress, progress_for
 from placer.sources.names import PREFIX
 from placer.sources.target import Target
 
@@ -144,8 +143,7 @@ def device_map(
     search = SearchConfig(budget=budget, measure=False)
     whole = _cluster(devices, memory or {})
     written = written_names(whole)
-    shown_on = progress_for(sys.stderr) if progress else nullcontext(Silent())
-    with shown_on as shown:
+    with progress_for(sys.stderr if progress else None) as shown:
         return plan_map(source, whole, written, search, shown)
 
 

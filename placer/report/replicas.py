@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from envs.hardware.units import human_bytes, milliseconds
 from placer.replicate.messages import remarks_of, verdict_of
 from placer.replicate.result import ReplicaPlan, Split
 from placer.report.table import CHOSEN
+from placer.result import finite
 
 COLUMNS: Final = ("samples/s", "exposed\nms", "hidden\nms", "efficiency")
 LEGEND: Final = (
@@ -68,7 +68,9 @@ def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
     return {
         "splits": [_split(plan, split) for split in plan.splits],
         "accumulate": plan.requested.accumulate,
-        "curve": [_finite(asdict(point)) for point in plan.curve],
+        "curve": [
+            asdict(point) | {"samples_per_s": finite(point.samples_per_s)} for point in plan.curve
+        ],
         "searched": plan.searched,
         "left_out": plan.left_out,
         "search_s": plan.search_s,
@@ -93,29 +95,19 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
     }
     if step is None or result is None:
         return row
-    return row | _finite(
-        {
-            "plan": result.best.name,
-            "step_s": split.step_s,
-            "alone_s": step.alone_s,
-            "samples_per_s": split.samples_per_s,
-            "exposed_s": split.exposed_s,
-            "hidden_s": step.hidden_s,
-            "no_overlap_s": step.no_overlap_s,
-            "full_overlap_s": step.full_overlap_s,
-            "efficiency": split.efficiency,
-            "buckets": len(step.buckets),
-            "reductions": list(dict.fromkeys(_name(reduction) for _, reduction in step.reductions)),
-            "peak_memory_bytes": result.best.peak_memory_bytes,
-        }
-    )
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with None for infinite numbers, as of steps without any time."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
+    return row | {
+        "plan": result.best.name,
+        "step_s": split.step_s,
+        "alone_s": step.alone_s,
+        "samples_per_s": finite(split.samples_per_s),
+        "exposed_s": split.exposed_s,
+        "hidden_s": step.hidden_s,
+        "no_overlap_s": step.no_overlap_s,
+        "full_overlap_s": step.full_overlap_s,
+        "efficiency": finite(split.efficiency),
+        "buckets": len(step.buckets),
+        "reductions": list(dict.fromkeys(_name(reduction) for _, reduction in step.reductions)),
+        "peak_memory_bytes": result.best.peak_memory_bytes,
     }
 
 

@@ -23,6 +23,7 @@ from envs.simulator import (
     simulate_batch,
     workspace_for,
 )
+from envs.simulator.schedule import run_order
 from placer.search.candidate import Candidate, Kind
 from placer.search.list_scheduler.arrays import SchedulingArrays, scheduling_arrays
 from placer.search.list_scheduler.decoder import WEIGHT_COUNT, decode_batch
@@ -70,12 +71,6 @@ class Evaluator:
         """Arrays for list scheduling with costs under load; None where there are no such costs."""
         return None if self.problem.load is None else scheduling_arrays(self.problem, loaded=True)
 
-    @property
-    def may_fit(self) -> bool:
-        """Return whether all devices together have room for what stays during the whole step."""
-        o = self.scheduling
-        return bool(o.resident.sum() + o.held.sum() <= o.memory.sum())
-
     @cached_property
     def _schedule(self) -> PartialSchedule:
         return empty_schedule(self.scheduling)
@@ -109,9 +104,9 @@ class Evaluator:
     def look_at(self, plan: Candidate) -> None:
         """Show a feasible plan to the following decodes; this costs an evaluation."""
         self.costs(plan.devices[None], plan.priority[None])
-        start_ns = self.work.start_ns[: len(plan.devices)].astype(np.float64)
-        topological = self.problem.graph.topological
-        see(self.sight, self.scheduling, topological, plan.devices, start_ns)
+        start_ns = self.work.start_ns[: len(plan.devices)]
+        order = np.array(run_order(self.problem, start_ns), np.int32)
+        see(self.sight, self.scheduling, plan.devices, start_ns.astype(np.float64), order)
 
     def decode(self, weights: NDArray[np.floating[Any]]) -> tuple[Ints, Floats, Longs]:
         """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,).

@@ -86,7 +86,7 @@ class Evolution:
     @property
     def has_ended(self) -> bool:
         """Return whether further samples would be alike, or be drawn with rounding errors."""
-        factor = np.abs(np.diagonal(self._factor))
+        factor = np.diagonal(self._factor)  # above 0, as of any Cholesky factor
         too_long = factor.max() > math.sqrt(LARGEST_CONDITION) * factor.min()
         return self.sigma < SETTLED or bool(too_long)
 

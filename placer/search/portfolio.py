@@ -19,6 +19,7 @@ from envs.placement import OBJECTIVES
 from envs.problem import Floats, Longs
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.bounds import lower_bound_ns, missing_link
+from envs.simulator.reasons import memory_shortfall
 from placer.search.annealing.blocks import blocks_of
 from placer.search.annealing.islands import anneal_islands, continue_from_best
 from placer.search.annealing.max_load import minimize_max_load
@@ -107,8 +108,8 @@ class Portfolio:
                 search.evolve(self.policy)
                 search.follow_beams()
                 search.anneal()
-            elif ranked(search.known)[0].step_ns == INFEASIBLE_NS and search.evaluator.may_fit:
-                search.anneal()  # in another order it may fit into memory
+            elif search.nothing_fits() and not memory_shortfall(request.problem):
+                search.anneal()  # in another order it may fit
         request.report(1.0, "done")
         return search.candidates()
 
@@ -139,6 +140,10 @@ class _Search:
         start = self.meter.request.start
         if start is not None and start.step_ns < INFEASIBLE_NS:
             self._keep(start)
+
+    def nothing_fits(self) -> bool:
+        """Return whether no heuristic can run."""
+        return ranked(self.known)[0].step_ns == INFEASIBLE_NS
 
     def begin_by_groups(self, placer: Portfolio) -> None:
         """Place groups of ops by a search of their own, and expand what it finds.

@@ -39,7 +39,7 @@ from placer.messages.remarks import CPU_CLOCK
 from placer.messages.verdicts import clocks_disagree
 from placer.report.html.commands import Command
 from placer.report.html.schedule import timeline_data
-from placer.result import Result
+from placer.result import Result, finite
 from placer.search.candidate import Candidate
 from placer.search.request import SearchTrace
 
@@ -102,12 +102,12 @@ def report_data(result: Result, commands: Sequence[Command] = ()) -> dict[str, A
         "micro_batches": placement.micro_batches,
         "made_by": asdict(placement.made_by),
         "cost_source": dict(result.cost_source),
-        "step_s": best["step_s"] if best else _finite(result.best.predicted_s),
+        "step_s": best["step_s"] if best else finite(result.best.predicted_s),
         "judged": runs.clock if best else "predicted",
         "wall_s": best["wall_s"] if best else None,
         "speed_up": speed_up,
         "speed_up_is": speed_up_is,
-        "lower_bound_s": _finite(result.lower_bound_s),
+        "lower_bound_s": finite(result.lower_bound_s),
         "best_single": None if result.single is None else result.single.name,
         "devices": [
             {
@@ -177,8 +177,8 @@ class Runs:
         single = self.result.single
         of_single, of_row = single and self.times(single), self.times(row)
         if of_single and of_row:
-            return _finite(ratio_of(of_single["step_s"], of_row["step_s"])), self.clock
-        return _finite(self.result.speedup_of(row)), "predicted"
+            return finite(ratio_of(of_single["step_s"], of_row["step_s"])), self.clock
+        return finite(self.result.speedup_of(row)), "predicted"
 
     def memory_bytes(self, row: Candidate) -> list[int | None]:
         """Return the measured peak of each device."""
@@ -219,7 +219,7 @@ def _candidates(runs: Runs) -> list[dict[str, Any]]:
         has_memory = row.placement.device_names == names  # the unplaced model has its own device
         data = {
             "name": row.name,
-            "predicted_s": _finite(row.predicted_s),
+            "predicted_s": finite(row.predicted_s),
             "measured": runs.times(row),
             "speed_up": speed_up,
             "speed_up_is": speed_up_is,
@@ -258,7 +258,3 @@ def _lines(search_trace: SearchTrace) -> list[dict[str, Any]]:
         }
         for line in search_trace.parts.values()
     ]
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

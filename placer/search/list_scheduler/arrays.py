@@ -21,11 +21,11 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
 """Order score of the op with the highest upward rank when all learned weights are zero."""
-LARGE_OPS: Final = 1000
-"""Graphs of this many ops are large: policies learn on smaller ones."""
+SCALED_OPS: Final = 1000
+"""From this many ops on, features of single ops count less; policies learn on smaller graphs."""
 LONGEST_UNSCALED: Final = 100.0
-"""Longest critical path of a large graph, in units of the scale, on which features of single ops
-count in full: the longer it is, the closer are the ranks of neighbours."""
+"""Longest critical path of such a graph, in units of the scale, on which they count in full: the
+longer it is, the closer are the ranks of neighbours."""
 MOST_CONSUMERS: Final = 4
 MOST_INPUTS: Final = 4
 """Siblings of an op are so many first inputs of so many first consumers."""
@@ -117,7 +117,7 @@ def scheduling_arrays(problem: Problem, *, loaded: bool = False) -> SchedulingAr
     send_ns = np.zeros(count)
     np.maximum.at(send_ns, predecessors, edge_ns)
     single = 1.0
-    if count >= LARGE_OPS:
+    if count >= SCALED_OPS:
         single = min(LONGEST_UNSCALED * scale / critical_path, 1.0)
     features = (
         soft_log(cheapest / scale) * single,

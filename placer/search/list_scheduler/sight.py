@@ -125,14 +125,13 @@ BLIND: Final = Sight(
 
 
 def see(
-    sight: Sight, arrays: SchedulingArrays, topological: Ints, devices: Ints, start_ns: Floats
+    sight: Sight, arrays: SchedulingArrays, devices: Ints, start_ns: Floats, order: Ints
 ) -> None:
-    """Store the plan that starts ops on ``devices`` (N,) at ``start_ns`` (N,).
+    """Store the plan that starts ops on ``devices`` (N,) at ``start_ns`` (N,), in this order (N,).
 
-    Of ops that start at once, the order ``topological`` (N,) has producers before their readers.
+    Of ops that start at once, producers come before their readers.
     """
     sight.home[:] = devices
-    order = topological[np.argsort(start_ns[topological], kind="stable")].astype(np.int32)
     _fill_tails(arrays, sight, order)
     end = max(float(sight.tail.max()), 1.0)
     sight.order_features[0] = BASE_ORDER_SCORE * (1.0 - start_ns / end)

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from envs.hardware.errors import UnavailableError
+from envs.measured import DevicesLostError
 from graphs.selection import ConstraintError
 from placer.choose import PlacementError
-from placer.cli.errors import JobError, UsageError, exit_code_of, memory_shortage, usage_errors
+from placer.cli.errors import (
+    EXPECTED,
+    JobError,
+    UsageError,
+    exit_code_of,
+    memory_shortage,
+    usage_errors,
+)
 from placer.cli.main import main
 from placer.cli.output import check_outputs
 from placer.ray_cluster.address import ClusterError
@@ -80,6 +88,12 @@ def test_errors_in_arguments_are_bad_usage_unless_they_are_of_the_job() -> None:
         raise FileNotFoundError(errno.ENOENT, "", "no file")
     with pytest.raises(UnicodeError), usage_errors(UnicodeError):
         raise UnicodeError
+
+
+def test_lost_devices_are_a_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(lost := DevicesLostError("no GPU is left"), EXPECTED)
+    assert exit_code_of(lost) == 1
+    assert capsys.readouterr().err == "placer: no GPU is left\n"
 
 
 def test_a_message_is_one_line_of_readable_length(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
     saved.unlink()
     ran(1, *words, "--resume")
     assert saved.read_bytes() == first  # all steps were done; only the file is written
+
+
+def test_losses_that_are_no_numbers_are_null_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = prepared(tmp_path)(4, lr=1e30)
+    assert main(["run", *words, "--json"]) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
+    assert losses[0] is not None
+    assert losses[-1] is None
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from placer.search.annealing.step_time import StepTimeAnnealing
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.arrays import (
-    LARGE_OPS,
     LONGEST_UNSCALED,
+    SCALED_OPS,
     SchedulingArrays,
     scheduling_arrays,
 )
@@ -133,8 +133,8 @@ def blocks_in_a_row(count: int) -> SchedulingArrays:
 
 
 def test_features_of_single_ops_count_less_only_on_long_large_graphs() -> None:
-    shortest, short, long = (blocks_in_a_row(count) for count in (6, LARGE_OPS // 6, 1000))
-    assert len(short.cost) < LARGE_OPS < len(long.cost)
+    shortest, short, long = (blocks_in_a_row(count) for count in (6, SCALED_OPS // 6, 1000))
+    assert len(short.cost) < SCALED_OPS < len(long.cost)
     assert shortest.critical_path < LONGEST_UNSCALED * shortest.scale < short.critical_path
     of_block = slice(6, 12)
     single = [0, 1, 4, 5, 6]
@@ -153,7 +153,7 @@ def test_features_of_single_ops_order_those_of_long_and_longer_graphs_alike() ->
         return {tuple(block) for block in blocks.argsort(axis=1, kind="stable").tolist()}
 
     weights = [-0.4, -0.3, -0.2, -0.1, 0.0]
-    long, longer = blocks_in_a_row(LARGE_OPS // 6 + 1), blocks_in_a_row(LARGE_OPS)
+    long, longer = blocks_in_a_row(SCALED_OPS // 6 + 1), blocks_in_a_row(SCALED_OPS)
     assert long.critical_path > LONGEST_UNSCALED * long.scale
     of_long = [orders(long, weight) for weight in weights]
     assert [len(found) for found in of_long] == [1] * len(weights)
