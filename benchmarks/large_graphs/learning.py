@@ -5,9 +5,10 @@ weights, which are HEFT and samples around it; random weights, which are five pr
 and those of the trained policies. At equal decodes results do not depend on the machine. A budget
 of N decodes also has two thirds as many moves of annealing, as the shares of the search are.
 
-For reference, weights that evolution found on a smaller graph of the same maker, a sibling, on the
-same devices, are proposed beside a policy's: to know a family by a search is worth so much.
-Searches that take twelve times as long show what is left to find.
+For reference, weights that a long evolution found on a smaller graph of the same maker, a sibling,
+on the same devices, are proposed beside a policy's, and those that it found on the problem itself:
+knowing the family, or even the problem, by a search is worth so much. Searches that take twelve
+times as long show what is left to find.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SECONDS: Final = (1.0, 5.0, 30.0)
 DECODE, SECOND = "decodes", "s"
 """Units of budgets."""
 PROPOSALS: Final = 5
-SIBLING_DECODES: Final = 400
+EVOLVED_DECODES: Final = 400
 LONGER: Final = 12
 """Factor by which the longer searches are longer."""
 
@@ -123,15 +124,19 @@ def initial_and_default() -> dict[str, Proposer | None]:
     return {"initial weights": Initial(), GENERALIST: load(GENERALIST)}
 
 
-def with_sibling(sibling: Large, decodes: int = SIBLING_DECODES) -> dict[str, Proposer | None]:
-    """Return initial weights, the default policy, and the same beside a sibling's weights.
+def with_evolved(
+    problem: Large, sibling: Large, decodes: int = EVOLVED_DECODES
+) -> dict[str, Proposer | None]:
+    """Return initial weights, the default policy, and the same beside evolved weights.
 
-    What the sibling's search takes is not counted.
+    They are evolved on a sibling, and on the problem itself. These searches are not counted.
     """
     policy = load(GENERALIST)
-    weights = evolve_weights(sibling.exercise(), policy, decodes)
-    beside = WithWeights(weights, policy)
-    return {**initial_and_default(), f"{GENERALIST}, sibling's weights": beside}
+    found = initial_and_default()
+    for whose, evolved_on in (("sibling's", sibling), ("its own", problem)):
+        weights = evolve_weights(evolved_on.exercise(), policy, decodes)
+        found[f"{GENERALIST}, {whose} weights"] = WithWeights(weights, policy)
+    return found
 
 
 def budget_of(amount: float, item: Exercise, *, seconds: bool) -> Budget:
@@ -165,12 +170,12 @@ def compared(
     }
 
 
-def compared_with_siblings(
+def compared_with_evolved(
     pairs: Sequence[tuple[Large, Large]], amounts: Sequence[float], seeds: int, *, seconds: bool
 ) -> dict[float, list[Scores]]:
-    """Return, by amount, the scores on problems with the proposals of :func:`with_sibling`."""
+    """Return, by amount, the scores on problems with the proposals of :func:`with_evolved`."""
     found = [
-        compared(with_sibling(sibling), [problem], amounts, seeds, seconds=seconds)
+        compared(with_evolved(problem, sibling), [problem], amounts, seeds, seconds=seconds)
         for problem, sibling in pairs
     ]
     return {
@@ -238,8 +243,8 @@ def parts(
 ) -> dict[str, Part]:
     """Return the parts: equal decodes and time, also on problems kept for the end; seeds; longer.
 
-    The last two compare with weights evolved on siblings, of ``pairs`` of problem and sibling, and
-    show every one of the ``foreign`` problems.
+    The last ones compare with weights evolved on both of ``pairs`` of problem and sibling, and show
+    every one of the ``foreign`` problems.
     """
     seeds = effort.seed_count(quick=1, normal=1, full=5)
     decodes = DECODES[: effort.pick(quick=1, normal=3, full=3)]
@@ -260,12 +265,12 @@ def parts(
         store(of, found, out)
         return learning_table(title, of, found, unit=unit)
 
-    def siblings(out: dict[str, Any]) -> Table:
+    def evolved(amounts: Sequence[float], unit: str, out: dict[str, Any]) -> Table:
         load_compiled_code()
-        found = compared_with_siblings(pairs, short, seeds, seconds=True)
+        found = compared_with_evolved(pairs, amounts, seeds, seconds=unit == SECOND)
         of = [problem for problem, _ in pairs]
         store(of, found, out)
-        return learning_table("Learning, beside siblings' weights", of, found, unit=SECOND)
+        return learning_table("Learning, beside evolved weights", of, found, unit=unit)
 
     def foreign_graphs(out: dict[str, Any]) -> Table:
         load_compiled_code()
@@ -298,6 +303,7 @@ def parts(
             SECOND,
             arms=initial_and_default,
         ),
-        "siblings": siblings,
+        "evolved": partial(evolved, short, SECOND),
+        "evolved-decodes": partial(evolved, decodes, DECODE),
         "foreign": foreign_graphs,
     }

@@ -84,18 +84,22 @@ def test_evolved_weights_are_better_than_what_the_policy_proposes() -> None:
     assert costs[0] < costs[1:].min()
 
 
-def test_problems_are_searched_beside_weights_of_their_siblings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_problems_are_searched_beside_evolved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
     pairs = [(replace(small, kinds=kinds), replace(small, kinds=kinds)) for kinds in "eu"]
     monkeypatch.setattr(learning, "SECONDS", (0.05,))
     out: dict[str, Any] = {}
-    table = learning.parts(Effort("quick"), [], [], pairs, [])["siblings"](out)
+    table = learning.parts(Effort("quick"), [], [], pairs, [])["evolved"](out)
     assert table is not None
     assert out["problems"] == ["transformer, 8e", "transformer, 8u"]
     assert [row[0] for row in table.rows] == list(out["0.05"])
     assert np.shape(out["0.05"]["initial weights"]["ratios"]) == (1, 2)
+    decodes: dict[str, Any] = {}
+    learning.parts(Effort("quick"), [], [], pairs, [])["evolved-decodes"](decodes)
+    found = {name: np.array(of["ratios"]) for name, of in decodes["16"].items()}
+    assert list(found) == list(out["0.05"])
+    for name, ratios in found.items():  # those of the problem itself are decoded first of all
+        assert (found["generalist, its own weights"] <= ratios).all(), name
 
 
 def test_longer_searches_stand_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
