@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.backend import Backend
+from envs.backend import Backend, StepResult
 from envs.costs.roofline import cluster_of
 from envs.hardware.cluster import Cluster
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
@@ -107,11 +107,17 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         given = [own for own in (workload, graph, pool) if own is not None]
         if len(given) > 1:
             raise ValueError("give one of workload, graph and pool")
+        if workload is None and (memory or overlap):
+            raise ValueError("memory and overlap are those of a workload: leave them out")
         runtime = None
         if workload is not None:
             devices = cluster_of(cluster, memory)
             extraction = extraction_for(workload, devices.names)
             runtime = runtime_for(extraction, devices, overlap=overlap)
+            if backend == "measured" and not runtime.places:
+                from graphs.workload import ExtractionError  # imports torch
+
+                raise ExtractionError(f"no placement can be run: {extraction.core_refusal}")
             pool = [costed_problem(runtime, devices)]
         elif graph is not None:
             pool = [problem_of(graph, cluster)]
@@ -188,9 +194,9 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         if schedule.current >= 0:
             return self._observe(), 0.0, False, False, {}
         placement = self._evaluator.placement(schedule.devices)
-        result = self.backend.evaluate([placement])[0]
+        result = evaluated(self.backend, [placement])[0]
         reward, baseline_s = INVALID_REWARD, self._evaluator.baseline_s()
-        if result.feasible:
+        if result.feasible and math.isfinite(result.step_s):
             reward = math.log(max(baseline_s, SHORTEST_S) / max(result.step_s, SHORTEST_S))
         info = {
             "number": self._number,
@@ -248,9 +254,17 @@ class _Evaluator:
             single = [
                 self.placement(np.full(problem.op_count, device, np.int32)) for device in everywhere
             ]
-            steps = [r.step_s for r in self.backend.evaluate(single) if r.feasible]
+            steps = [r.step_s for r in evaluated(self.backend, single) if r.feasible]
             self._baseline_s = min(steps, default=float(self.schedule.cheapest_ns.sum()) / 1e9)
         return self._baseline_s
+
+
+def evaluated(backend: Backend, placements: Sequence[Placement]) -> list[StepResult]:
+    """Return a backend's results; Ctrl-C, with which a measuring one only stops, is raised."""
+    results = backend.evaluate(placements)
+    if getattr(backend, "interrupted", False):
+        raise KeyboardInterrupt
+    return results
 
 
 def problem_of(graph: nx.DiGraph[str] | str | Path, cluster: Cluster | str | Path) -> Problem:

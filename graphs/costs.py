@@ -57,17 +57,24 @@ def with_costs(
             name: dict(by_kind or {}).get(kind, unknown).tolist()
             for name, by_kind in (("loaded_cost_s", loaded_s), ("launch_s", launches_s))
         }
-        of_kind[kind] = Counter(source_of).most_common(1)[0][0] if source_of else ""
-        rows = zip(costed, seconds.tolist(), source_of, strict=True)
+        rows = [*zip(costed, seconds.tolist(), source_of, strict=True)]
+        counts = Counter(text for _, cost_s, text in rows if not math.isnan(cost_s))
+        before = of_kind.get(kind, "")
+        if counts:
+            of_kind[kind] = counts.most_common(1)[0][0]
         for i, (op_id, cost_s, text) in enumerate(rows):
             known = attributes_of(costed, op_id)
-            further = {k: other for k, other in known["cost_source"].items() if k != kind}
-            if math.isnan(cost_s):
+            stays = math.isnan(cost_s)
+            if stays and kind not in known["cost_s"]:
                 continue
-            if text != of_kind[kind]:
-                further[kind] = text
+            own = known["cost_source"].get(kind, before) if stays else text
+            further = {k: other for k, other in known["cost_source"].items() if k != kind}
+            costed.nodes[op_id]["cost_source"] = further | (
+                {kind: own} if own != of_kind.get(kind, "") else {}
+            )
+            if stays:
+                continue
             costed.nodes[op_id]["cost_s"] = {**known["cost_s"], kind: cost_s}
-            costed.nodes[op_id]["cost_source"] = further
             for name, values in further_s.items():
                 beside = {k: s for k, s in costed.nodes[op_id][name].items() if k != kind}
                 costed.nodes[op_id][name] = beside | (

@@ -179,9 +179,11 @@ def attributes_of(graph: nx.DiGraph[str], op_id: str) -> OpAttributes:
     return cast(OpAttributes, graph.nodes[op_id])
 
 
-def new_graph(name: str, cost_source: Mapping[str, str] | None = None) -> nx.DiGraph[str]:
+def new_graph(
+    name: str, cost_source: Mapping[str, str] | None = None, hand_over_s: float = 0.0
+) -> nx.DiGraph[str]:
     """Return an empty graph with the graph-level attributes of the schema."""
-    return nx.DiGraph(name=name, cost_source=dict(cost_source or {}))
+    return nx.DiGraph(name=name, cost_source=dict(cost_source or {}), hand_over_s=hand_over_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -380,10 +382,7 @@ def topological_order(graph: nx.DiGraph[str]) -> list[str]:
     ids = list(graph)
     index = {op_id: i for i, op_id in enumerate(ids)}
     readers = [[index[op_id] for op_id in reading] for _, reading in graph.adjacency()]
-    missing = [0] * len(ids)
-    for reading in readers:
-        for i in reading:
-            missing[i] += 1
+    missing = [degree for _, degree in graph.in_degree()]
     ready = [i for i, count in enumerate(missing) if not count]
     order: list[str] = []
     while ready:

@@ -10,12 +10,14 @@
 Of a node only ``id`` and ``cost_s`` are required; the rest is as in
 :class:`graphs.graph.OpAttributes`. An edge's ``bytes`` default to its source's ``output_bytes``.
 A graph may have a ``cost_source`` ({device kind: source of its costs}); a node's own
-``cost_source`` overrides it for that op.
+``cost_source`` overrides it for that op. It may have ``hand_over_s``, the time of a step beside its
+ops where workers run it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +41,7 @@ from graphs.text import check_printable
 
 FORMAT: Final = "placer-graph/1"
 
-_GRAPH_KEYS: Final = frozenset({"format", "name", "cost_source", "nodes", "edges"})
+_GRAPH_KEYS: Final = frozenset({"format", "name", "cost_source", "hand_over_s", "nodes", "edges"})
 _NODE_KEYS: Final = frozenset(ATTRIBUTES) | {"id"}
 _EDGE_KEYS: Final = frozenset({"source", "target", "bytes"})
 
@@ -50,7 +52,8 @@ def completed(graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
     As in graph files, a node needs ``cost_s``, an edge nothing: its ``bytes`` default to the
     ``output_bytes`` of its source. What breaks the schema is a ValueError.
     """
-    whole = new_graph(str(graph.graph.get("name", "")), graph.graph.get("cost_source"))
+    known = graph.graph
+    whole = new_graph(str(known.get("name", "")), known.get("cost_source"), _hand_over_s(known))
     for op_id, node in graph.nodes(data=True):
         add_op(whole, op_id, **node)
     for source, target, edge in graph.edges(data=True):
@@ -86,6 +89,8 @@ def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
     data: dict[str, Any] = {"format": FORMAT, "name": str(graph.graph.get("name", ""))}
     if sources := graph.graph.get("cost_source"):
         data["cost_source"] = dict(sources)
+    if hand_over_s := graph.graph.get("hand_over_s"):
+        data["hand_over_s"] = hand_over_s
     data["nodes"] = [_node_to_dict(op_id, attributes_of(graph, op_id)) for op_id in graph]
     data["edges"] = [
         {"source": source, "target": target, "bytes": int(edge["bytes"])}
@@ -98,7 +103,9 @@ def graph_from_dict(data: object) -> nx.DiGraph[str]:
     """Build a graph from the parsed content of a graph file."""
     top = of_format(data, FORMAT, _GRAPH_KEYS, required=("nodes",))
     graph = new_graph(
-        text(top.get("name", ""), "name"), _texts(top.get("cost_source", {}), "cost_source")
+        text(top.get("name", ""), "name"),
+        _texts(top.get("cost_source", {}), "cost_source"),
+        _hand_over_s(top),
     )
     for i, item in enumerate(array(top["nodes"], "nodes")):
         _read_node(graph, item, f"nodes[{i}]")
@@ -147,6 +154,13 @@ def _seconds(value: object, where: str) -> dict[str, float]:
         kind: seconds if type(seconds) is float else number(seconds, f"{where}[{kind!r}]")
         for kind, seconds in table(value, where).items()
     }
+
+
+def _hand_over_s(top: Mapping[str, Any]) -> float:
+    seconds = number(top.get("hand_over_s", 0.0), "hand_over_s")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"hand_over_s is {seconds}, not a time >= 0")
+    return seconds
 
 
 def _optional_text(value: object, where: str) -> str | None:

@@ -114,7 +114,7 @@ class UnplacedModel(nn.Module):
     def _forward(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Run the forward pass on bound inputs. Little else, since steps may take a millisecond."""
         check_inputs(positional, named)
-        if self._device != CPU:
+        if self._cores is None:
             positional, named = sent((positional, named), self._device)
             if self._homes.were_elsewhere():
                 renew_recurrent(self._owners)

@@ -8,8 +8,8 @@ matter. The load of a device is the sum of
 * for each of its ops with consumers on other devices, one transfer: the longest of them,
 * for each op elsewhere whose output it reads, one transfer of the largest edge.
 
-Devices of kind "cpu" are not charged for transfers. Memory is the sum of parameters, outputs and
-workspaces of all ops of a device.
+Devices of kind "cpu" are not charged for transfers. Memory is the sum over all ops of a device of
+what stays there (parameters, with gradients and optimizer state), outputs and workspaces.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from envs.hardware.torch_devices import (
     is_out_of_memory,
     torch_device,
 )
-from envs.measured import Failure, TimedStep, simulated_peaks
+from envs.measured import DevicesLostError, Failure, TimedStep, simulated_peaks
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -103,7 +103,10 @@ class TorchExecutor:
         self._devices = [torch_device(name) for name in problem.cluster.names]
         self.joined: Cluster | None = None  # each device is driven for itself
         self._simulator = Simulator(problem)
-        step = step_copy(extraction.step)
+        try:
+            step = step_copy(extraction.step)
+        except Exception as error:  # of the model's own code
+            raise DevicesLostError(f"the model cannot be copied: {first_line(error)}") from error
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
         updates = step.optimizer is not None

@@ -29,7 +29,6 @@ from graphs.graph import (
     add_op,
     attributes_of,
     frozen,
-    new_graph,
 )
 from graphs.selection import keep_together as kept_together
 
@@ -288,7 +287,7 @@ def _built(
     label_of = united_labels(ops, group_of)
     named = dict.fromkeys(attributes_of(graph, op_id)["colocate"] for op_id in graph)
     label_names = [label for label in named if label is not None]  # numbered by their first op
-    coarse = new_graph(ops.name, graph.graph.get("cost_source"))
+    coarse: nx.DiGraph[str] = nx.DiGraph(**graph.graph)
     bounds = np.flatnonzero(np.diff(group_of[running])) + 1
     for g, members in enumerate(part.tolist() for part in np.split(running, bounds)):
         first = members[0]

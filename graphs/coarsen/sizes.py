@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.coarsen.merging import edge_sources
-from graphs.graph import ANY_KIND, SIZES, GraphArrays
+from graphs.graph import ANY_KIND, LARGEST_BYTES, SIZES, GraphArrays
 
 SUMMED: Final = tuple(name for name in SIZES if name not in ("output_bytes", "workspace_bytes"))
 
@@ -56,14 +56,14 @@ class GroupSizes:
         )
 
     def attributes(self, group: int) -> dict[str, Any]:
-        """Return costs and sizes of a group as attributes of an op."""
+        """Return costs and sizes of a group as attributes of an op, at most LARGEST_BYTES each."""
         return {
             "cost_s": self.cost_s[group],
             "loaded_cost_s": self.loaded_cost_s[group],
             "launch_s": self.launch_s[group],
-            "output_bytes": self.output_bytes[group],
-            "workspace_bytes": self.workspace_bytes[group],
-            **{name: column[group] for name, column in self.sums.items()},
+            "output_bytes": min(self.output_bytes[group], LARGEST_BYTES),
+            "workspace_bytes": min(self.workspace_bytes[group], LARGEST_BYTES),
+            **{name: min(column[group], LARGEST_BYTES) for name, column in self.sums.items()},
         }
 
 
@@ -172,7 +172,7 @@ def _edges(graph: GraphArrays, group_of: NDArray[np.int64]) -> dict[tuple[int, i
     sender, reader = group_of[output[first]], readers[first]
     by_pair = np.lexsort((reader, sender))
     first = _run_starts(sender[by_pair], reader[by_pair])
-    sizes = _sums(sent[by_pair], first)
+    sizes = [min(size, LARGEST_BYTES) for size in _sums(sent[by_pair], first)]
     pairs = zip(sender[by_pair][first].tolist(), reader[by_pair][first].tolist(), strict=True)
     return dict(zip(pairs, sizes, strict=True))
 

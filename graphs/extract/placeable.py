@@ -29,7 +29,7 @@ from graphs.coarsen.sizes import GroupSizes
 from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.extraction import Extraction
 from graphs.extract.program import StepProgram
-from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, frozen, new_graph
+from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, frozen
 from graphs.synthetic.mirror import ACCUMULATES
 
 
@@ -200,7 +200,7 @@ def _graph(
     in_place = summed_in_place(arrays, extraction.program, node_of)
     sizes = GroupSizes.of(in_place, node_of, np.lexsort((position, node_of)))
     calls = {call.key: call for call in extraction.forward.calls}
-    graph = new_graph(arrays.name, extraction.graph.graph.get("cost_source"))
+    graph: nx.DiGraph[str] = nx.DiGraph(**extraction.graph.graph)
     for node in range(len(keys)):
         key, phase = keys[node]
         add_op(

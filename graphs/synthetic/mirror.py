@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 
-from graphs.graph import add_edge, add_op, attributes_of, new_graph, topological_order
+from graphs.graph import add_edge, add_op, attributes_of, topological_order
 
 WEIGHT: str = "weight"
 """Op that only holds parameters; its backward op adds up the gradients of all its readers."""
@@ -31,7 +31,7 @@ def with_backward(forward: nx.DiGraph[str], *, together: bool = False) -> nx.DiG
     With ``together`` it is co-located with its forward op.
     """
     order = topological_order(forward)
-    graph = new_graph(str(forward.graph.get("name", "")), forward.graph.get("cost_source"))
+    graph: nx.DiGraph[str] = nx.DiGraph(**forward.graph)
     for op_id in forward:
         node = attributes_of(forward, op_id)
         if node["phase"] != "forward":

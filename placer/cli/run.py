@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from placer.parallel.training import Trained
 
 LONGEST_TIMEOUT_S: Final = 1_000_000
+LR: Final = 0.01
 HELP: Final = "train or infer with a placed model; under torchrun one replica per rank"
 _METHODS: Final = "\n".join(f"  {method.name:20}{method.sends}" for method in METHODS)
 EPILOG: Final = f"""\
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     option(group, "--optimizer", "optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
-    option(group, "--lr", "learning rate", type=float, default=0.01)
+    option(group, "--lr", "learning rate", type=float, default=LR)
     option(
         group,
         "--sync",
@@ -228,8 +229,11 @@ def _print(trained: Trained) -> None:
 
 def _infer(args: argparse.Namespace, placement: Placement) -> int:
     """Run forward passes of the placed model in this process and print their median time."""
-    if args.sync or args.checkpoint or args.checkpoint_every or args.resume or args.save:
-        raise UsageError("--sync, --checkpoint, --resume and --save are for training")
+    names = ("optimizer", "lr", "sync", "checkpoint", "checkpoint_every", "resume", "save")
+    defaults = {"optimizer": OPTIMIZERS[0], "lr": LR}
+    for name in names:
+        if getattr(args, name) not in (defaults.get(name), None, {}, False):
+            raise UsageError(f"--{name.replace('_', '-')} is for training, and this is inference")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("inference runs in one process: start it without torchrun")
     import torch

@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.html is not None:
         _check_report(args)
-    elif args.target is not None:
-        raise UsageError("--target is the model of a report: give --html report.html, too")
+    elif of_report := _options_of_report(args):
+        what = "is an option" if len(of_report) == 1 else "are options"
+        raise UsageError(f"{' and '.join(of_report)} {what} of a report: give --html, too")
     with usage_errors():
         placement = Placement.load(args.placement)
     if args.html is not None:
@@ -93,6 +94,12 @@ def _location(placement: Placement, name: str) -> tuple[dict[str, Any], str]:
         return {"name": name, "device": device, "devices": {device: {phase_of(name): 1}}}, device
     data = {"name": name, "device": device, "devices": placement.phases_of(name)}
     return data, f"{name}: {device_text(placement, name)}"
+
+
+def _options_of_report(args: argparse.Namespace) -> list[str]:
+    names = ("target", "devices", "memory", "cluster")
+    of_model = [word for word in model_options(args) if word.startswith("--")]
+    return [f"--{name}" for name in names if getattr(args, name)] + of_model
 
 
 def _check_report(args: argparse.Namespace) -> None:
@@ -159,17 +166,25 @@ def write_report(result: Result, args: argparse.Namespace, placement: Path, path
 
     names = result.problem.cluster.names
     place = ["--cluster", str(args.cluster)] if args.cluster else []
+    searched = list(place)
     if not (place or is_graph_file(args.target)):
         place = ["--devices", ",".join(names)]
-    if args.memory:
-        place += ["--memory", ",".join(f"{name}={size}" for name, size in args.memory.items())]
+        # Replicas and the unplaced model are of other devices than those that were searched.
+        is_part = result.placement.unplaced or result.placement.replicas is not None
+        searched = [] if is_part else list(place)
+        searched = ["--devices", args.devices] if args.devices else searched
+    memory = {name: f"{name}={size}" for name, size in args.memory.items()}
+    if memory:
+        searched += ["--memory", ",".join(memory.values())]
+    if limits := [memory[name] for name in memory if name in names]:
+        place += ["--memory", ",".join(limits)]
     source = Source(
         placement=placement,
         target=args.target,
         devices=names,
         place=place,
         model=model_options(args),
-        search=_search_words(result.placement, args),
+        search=[*searched, *_search_words(result.placement, args)],
         launch=launch_command_of(result, args, placement),
     )
     with writing(path):

@@ -67,6 +67,7 @@ def stages(placed: PlacedModules) -> list[Stage]:
     Layers of a stack stay whole, since pipelines are cut between layers and torch cannot always cut
     inside one. Elsewhere modules are as small as possible. A module that goes back only because it
     shares a parameter, such as an embedding's, stays in the stage that reaches it, with a copy.
+    What a step does not call goes with the last stage.
     """
     all_stacks = stacks(placed.model)
     units = list(dict.fromkeys(layer_of(unit, all_stacks) or unit for unit in placed.units()))
@@ -74,6 +75,8 @@ def stages(placed: PlacedModules) -> list[Stage]:
     runs: list[Stage] = []
     for unit, device in device_of.items():
         before = next((run for run in runs if run.device == device), None)
+        if runs and placed.majority([unit]) is None:  # it is not called
+            before = runs[-1]
         if before is None:
             runs.append(Stage(device, (unit,)))
         elif before is runs[-1] or _share_parameter(placed, unit, before.modules):

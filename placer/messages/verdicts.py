@@ -18,7 +18,8 @@ def headline(best: Candidate, verdict: str) -> str:
 
 def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended: bool) -> str:
     """Return the gain over the best single device, or that there is none."""
-    if best.is_single:
+    is_slower = best.measurement is None and best.predicted_s > single.predicted_s
+    if best.is_single and not is_slower:
         gap = single.predicted_s / lower_bound_s - 1 if lower_bound_s else 0.0
         if gap <= NO_HEADROOM:
             return (

@@ -140,13 +140,14 @@ def broadcast_state(
 ) -> None:
     """Copy parameters and buffers from the first rank of each group to all others.
 
-    Backends take contiguous tensors, or send their memory in whatever order it is.
+    Backends take contiguous tensors, or send their memory in whatever order it is. Bytes are sent,
+    since gloo does not know every dtype.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         group = group_of(tensor.device)
         first = 0 if group is None else dist.get_global_rank(group, 0)
         sent = tensor.detach().contiguous()
-        dist.broadcast(sent, first, group=group)
+        dist.broadcast(sent.reshape(-1).view(torch.uint8), first, group=group)
         if not tensor.is_contiguous():
             tensor.copy_(sent)
 

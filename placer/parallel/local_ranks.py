@@ -67,6 +67,16 @@ class _Rank:
     pipe: Connection
     reap: Callable[[], object]
 
+    @classmethod
+    def watched(cls, pid: int, pipe: Connection, reap: Callable[[], object]) -> _Rank:
+        """Return the rank of a process that was just started; without a pidfd it ends at once."""
+        try:
+            return cls(os.pidfd_open(pid), pipe, reap)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            reap()
+            raise
+
     def end(self) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
@@ -162,10 +172,13 @@ class LocalRanks:
 
     def _start(self, start: _Start, task: _Task) -> None:
         ours, theirs = Pipe()
+        failures: list[OSError] = []
 
         def run() -> None:
-            pid, reap = start(task, ours, theirs)
-            self._ranks.append(_Rank(os.pidfd_open(pid), ours, reap))
+            try:
+                self._ranks.append(start(task, ours, theirs))
+            except OSError as error:
+                failures.append(error)
 
         thread = threading.Thread(target=run, name="start of a rank")
         thread.start()
@@ -174,13 +187,11 @@ class LocalRanks:
         finally:
             thread.join()  # a Ctrl-C does not lose the rank that just starts
             theirs.close()
-        if len(self._ranks) <= task.number:
+        if failures:
             ours.close()
-            raise RankError("the system does not start another process")
+            raise failures[0]
 
-    def _forked(
-        self, task: _Task, ours: Connection, theirs: Connection
-    ) -> tuple[int, Callable[[], object]]:
+    def _forked(self, task: _Task, ours: Connection, theirs: Connection) -> _Rank:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
             pid = os.fork()
@@ -189,10 +200,10 @@ class LocalRanks:
                 rank.pipe.close()
             ours.close()
             _serve(task, theirs)
-        return pid, lambda: os.waitpid(pid, 0)
+        return _Rank.watched(pid, ours, lambda: os.waitpid(pid, 0))
 
     @staticmethod
-    def _new(task: _Task, ours: Connection, theirs: Connection) -> tuple[int, Callable[[], object]]:
+    def _new(task: _Task, ours: Connection, theirs: Connection) -> _Rank:
         # The rank must find this package, whatever is in its working directory (hence -P); last on
         # the path, so that files beside the package hide no other module.
         root = str(Path(__file__).resolve().parents[2])
@@ -210,8 +221,11 @@ class LocalRanks:
             env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
             process_group=0,  # Ctrl-C is for this process
         )
-        ours.send(task)
-        return process.pid, process.wait
+        theirs.close()  # or a task that nobody reads would wait for room in the pipe
+        rank = _Rank.watched(process.pid, ours, process.wait)
+        with suppress(BrokenPipeError, ConnectionResetError):  # seen when it should answer
+            ours.send(task)
+        return rank
 
     def _answers(self, timeout_s: float) -> list[Any]:
         """Return one answer of each rank; the first failure ends the wait."""
@@ -273,7 +287,7 @@ class _Task:
     work: Callable[[], Handler]
 
 
-_Start: TypeAlias = Callable[[_Task, Connection, Connection], tuple[int, Callable[[], object]]]
+_Start: TypeAlias = Callable[[_Task, Connection, Connection], _Rank]
 
 
 def serve_from(descriptor: int) -> NoReturn:

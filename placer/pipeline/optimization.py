@@ -134,7 +134,7 @@ class _Optimization:
             budget = config.search_budget.part(1.0 - REPEATED) if backend else config.budget
             found = self.search.candidates(self.problem, self.search_trace, budget)
             self.candidates = found + self.search.unplaced(self.unplaced)
-            self.bounds_s = _bounds_s(self.candidates)
+            self.bounds_s = proved_bounds_s(self.candidates)
             if backend is not None and not interrupt.requested:
                 self._measure(
                     CandidateRuns(
@@ -206,7 +206,7 @@ class _Optimization:
         search.progress.stage("Predictions were off: searching again with fitted costs")
         budget = search.config.search_budget.part(REPEATED)
         found = search.candidates(self.problem, search_trace := SearchTrace(), budget)
-        self.bounds_s = _bounds_s(found)
+        self.bounds_s = proved_bounds_s(found)
         further = worth_running_too(found, self.candidates)
         if further and not search.interrupt.requested:
             search.progress.stage("Running the best of them for real")
@@ -290,5 +290,7 @@ def _with_less_memory(problem: Problem, share: float) -> Problem:
     return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
 
 
-def _bounds_s(candidates: Sequence[Candidate]) -> list[float]:
-    return [each.bound_s for each in candidates if each.bound_s is not None]
+def proved_bounds_s(candidates: Sequence[Candidate]) -> list[float]:
+    """Return what the search proved; a proof that no placement fits bounds no step."""
+    bounds_s = [each.bound_s for each in candidates if each.bound_s is not None]
+    return [bound_s for bound_s in bounds_s if math.isfinite(bound_s)]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from placer.policies.decoders import Decoders
 from placer.policies.network import ACTION_SCALE
+from placer.policies.pool import CANNOT_RUN
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 REWARD_SCALE: Final = 10.0
@@ -46,9 +47,10 @@ class Rewards:
     def of(self, numbers: NDArray[np.int64], ratios: NDArray[np.floating]) -> NDArray[np.float32]:
         """Return rewards (B,) of costs over references (B,) on the problems ``numbers`` (B,).
 
-        A ratio that is no finite number above 0 is worth ``least``.
+        A ratio that is no finite number above 0, or that of a step that cannot run, is worth
+        ``least``.
         """
-        known = np.isfinite(ratios) & (ratios > 0.0)
+        known = (ratios > 0.0) & (ratios < CANNOT_RUN)
         gain = self.expected[numbers] - np.log(np.where(known, ratios, 1.0))
         cut = np.clip(gain / self.spread[numbers], self.least, self.most)
         return np.asarray(np.where(known, cut, self.least), np.float32)
@@ -88,16 +90,18 @@ def relative_rewards(
     """Return rewards relative to 32 untrained decodes of every problem that ``decoders`` hold.
 
     ``references`` (G,) are costs of the best heuristics, ``deviation`` that of untrained actions.
+    Decodes that cannot run do not count.
     """
     count = len(references)
     rng = np.random.default_rng(SEED)
     normal = rng.standard_normal((count, UNTRAINED_SAMPLES, WEIGHT_COUNT))
     weights = (HEFT + ACTION_SCALE * deviation * normal).reshape(-1, WEIGHT_COUNT)
     costs = decoders.costs(np.repeat(np.arange(count), UNTRAINED_SAMPLES), weights)
-    ratios = np.log(np.maximum(costs, 1).reshape(count, -1) / references[:, None])
+    ratios = np.maximum(costs, 1).reshape(count, -1) / references[:, None]
+    logs = [np.log(own[own < CANNOT_RUN]) for own in ratios]
     return Rewards(
-        expected=ratios.mean(axis=1),
-        spread=np.maximum(ratios.std(axis=1), SMALLEST_SPREAD),
+        expected=np.array([own.mean() if len(own) else 0.0 for own in logs]),
+        spread=np.array([max(own.std(), SMALLEST_SPREAD) if len(own) else 1.0 for own in logs]),
         least=-FARTHEST_REWARD,
         most=FARTHEST_REWARD,
     )

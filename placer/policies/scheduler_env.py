@@ -18,7 +18,7 @@ from envs.hardware.cluster import Cluster
 from envs.partial_schedule import PartialSchedule, schedule_chart
 from envs.placement_env import problem_of
 from envs.problem import toy_problem
-from envs.runtime import BACKENDS, costed_problem, runtime_for
+from envs.runtime import BACKENDS, costed_problem, extraction_for, runtime_for
 from envs.simulator import Simulator
 from graphs.text import suggestion
 from placer.policies.decoders import Decoders, InProcess
@@ -97,10 +97,8 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
             self.pool = [measured.item]
         else:
             if workload is not None:
-                from graphs.extract import extract  # imports torch
-
                 devices = cluster_of(cluster, memory)
-                runtime = runtime_for(extract(workload), devices)
+                runtime = runtime_for(extraction_for(workload, devices.names), devices)
                 pool = [exercise(costed_problem(runtime, devices))]
             elif graph is not None:
                 pool = [exercise(problem_of(graph, cluster))]

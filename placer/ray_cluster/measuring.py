@@ -228,8 +228,8 @@ class MeasuringNodes:
         if fails and number not in state.failed_on:
             state.failed_on[number] = own
             state.waiting.append(number)
-        elif not fails and number in state.failed_on:
-            self._leave_out_broken(state.failed_on[number])
+        elif not fails and (failed := state.failed_on.get(number, own)) != own:
+            self._leave_out_broken(failed)
 
     def _run_elsewhere(self, state: _Groups, number: int, own: DeviceSet, error: LostError) -> None:
         """Let a group wait again whose devices were lost."""

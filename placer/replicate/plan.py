@@ -321,7 +321,7 @@ class _Planner:
             step=steps[best],
             factors=factors,
         )
-        return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
+        return replace(split, simulated_one_per_s=self._scaling(problem).one_samples_per_s(split))
 
     def _unplaced(self, problem: Problem) -> Iterator[Split]:
         """Yield replicas of the unplaced model: as many as wanted, and one.
@@ -351,7 +351,7 @@ class _Planner:
                 gradients = self.source.gradients(one.graph)
                 first, *_ = variants(one, result, gradients)
                 idle = Problem.of(GraphArrays.from_graph(graph), joined[0])
-                one_ns = ReplicaSimulator(idle, gradients).step(result.placement).step_ns
+                single = ReplicaSimulator(idle, gradients).step(result.placement)
                 networks = slot_networks(problem, [group[:1] for group in groups], self.collectives)
             except (PlacementError, ValueError):
                 continue  # it does not fit, or its batch cannot be divided
@@ -368,9 +368,9 @@ class _Planner:
             factors = self.factors.of(split.kind, one.graph.hash)
             assert split.step is not None, "it was just simulated"
             factors = factors.for_same(split.step.alone_s)
-            one_s = factors.compute * one_ns / 1e9
-            samples = self.replication.step_samples(1)
-            yield replace(split, factors=factors, one_samples_per_s=samples / one_s)
+            one_ns = (self.replication.accumulate - 1) * single.pass_ns + single.step_ns
+            one_per_s = split.samples / replicas / (one_ns / 1e9)
+            yield replace(split, factors=factors, simulated_one_per_s=one_per_s)
 
     @staticmethod
     def _single_gpus(problem: Problem) -> list[Block]:

@@ -37,7 +37,7 @@ class Split:
     result: Result | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
-    one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
+    simulated_one_per_s: float = np.nan  # samples of one replica, with the whole global batch
     is_baseline: bool = False  # for comparison, not requested
     why: str = ""
     joined: int = 0  # devices that are one device of an unplaced replica; 0: it is placed
@@ -105,6 +105,11 @@ class Split:
         return self.samples / self.step_s if self.step_s else np.inf
 
     @property
+    def one_samples_per_s(self) -> float:
+        """Return the predicted throughput of a single replica; nan without a placement."""
+        return self.simulated_one_per_s / self.factors.compute
+
+    @property
     def efficiency(self) -> float:
         """Return the throughput over ``replicas`` times that of one; nan without a placement."""
         return share_of_ideal(self.samples_per_s, self.replicas * self.one_samples_per_s)
@@ -121,7 +126,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The chosen placement with another number of replicas; they share a global batch."""
+    """The placement with the best prediction, with another number of replicas, all predicted.
+
+    Replicas share a global batch.
+    """
 
     replicas: int
     devices: int

@@ -143,7 +143,7 @@ class Scaling:
             replicas=replicas,
             devices=replicas * split.devices_each,
             samples_per_s=samples_per_s,
-            efficiency=share_of_ideal(samples_per_s, replicas * split.one_samples_per_s),
+            efficiency=share_of_ideal(samples_per_s, replicas * split.simulated_one_per_s),
             exposed_s=step.exposed_s,
             hidden_s=step.hidden_s,
             beyond_cluster=repeats > 1,

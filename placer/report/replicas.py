@@ -53,8 +53,8 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
         )
         style = "dim" if point.beyond_cluster else ""
         curve.add_row(str(point.replicas), str(point.devices), *cells, style=style)
-    how = ", simulated" if plan.was_run else ""
-    console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices{how}:")
+    which = "The placement with the best prediction" if plan.was_run else "The best placement"
+    console.print(f"{which} on 1 .. {plan.curve[-1].devices} devices:")
     console.print(curve)
     legend = LEGEND + "; samples/s: measured where a split was run" * plan.was_run
     console.print(legend, style="dim")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,3 +87,10 @@ def test_a_failure_ties_with_failures_only() -> None:
     failed = Measurement(wall_s=np.array([]), cpu_clock_s=np.array([]), failure="it died")
     assert tied(failed, failed)
     assert not tied(failed, measurement([1.0]))
+
+
+def test_runs_of_two_nodes_are_not_compared() -> None:
+    one = Measurement(wall_s=np.ones(3), cpu_clock_s=np.ones(3), node="10.0.0.5:9")
+    assert tied(one, one)
+    with pytest.raises(AssertionError, match="not compared"):
+        tied(one, replace(one, node="10.0.0.6:9"))

@@ -33,11 +33,13 @@ from envs.torch_runtime import TorchExecutor
 from graphs.extract import Workload
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.optimizer import Optimizer
+from graphs.workload import ExtractionError
 from placer.startup import register_environments
 from tests.helpers.clusters import pair
 from tests.helpers.processes import all_end, descendants
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 from tests.helpers.simulator_cases import one_kind
+from tests.helpers.tiny_models import Plain
 
 CORES = sorted(os.sched_getaffinity(0))
 IDS = ("placer/Placement-v0", "placer/Scheduler-v0")
@@ -272,6 +274,8 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
         ({"backend": "mesured"}, "did you mean measured"),
         ({"backend": "measured"}, "give a workload"),
         ({"pool": [toy_problem()], "graph": "graph.json"}, "one of workload, graph and pool"),
+        ({"pool": [toy_problem()], "memory": {"a": 1}}, "those of a workload"),
+        ({"overlap": True}, "those of a workload"),
         ({"pool": [toy_problem()] * 2, "backend": "measured"}, "of a pool are simulated"),
         (
             {"workload": linear_step(), "cluster": two_cores(), "memory": {"cpu": 1}},
@@ -288,6 +292,28 @@ def test_the_reward_comes_from_the_given_backend() -> None:
     reward, info, _ = played(PlacementEnv(backend=Constant()), lambda: 1)
     assert reward == 0.0
     assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})
+
+
+def test_ctrl_c_that_ends_measuring_ends_the_episode() -> None:
+    class Stopped(Constant):
+        interrupted = True
+
+    made = PlacementEnv(backend=Stopped())
+    with pytest.raises(KeyboardInterrupt):
+        played(made, lambda: 1)
+    made.close()
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_model_of_which_no_placement_can_be_run_is_refused_at_once() -> None:
+    step = Workload.of(
+        Plain(lambda m, x: m.linear(x) * float(x.sum()), linear=nn.Linear(4, 4)),
+        (torch.ones(2, 4), torch.ones(2, 4)),
+        F.mse_loss,
+        optimizer="sgd",
+    )
+    with pytest.raises(ExtractionError, match="no placement can be run"):
+        PlacementEnv(workload=step, cluster=two_cores(), backend="measured")
 
 
 @pytest.mark.parametrize(("latency_s", "reward"), [(0.0, 0.0), (1e-3, math.log(1e-9 / 1e-3))])

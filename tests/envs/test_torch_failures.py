@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from envs.backend import measurements
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware import torch_devices
-from envs.measured import Measured
+from envs.measured import DevicesLostError, Measured
 from envs.torch_runtime import TorchExecutor
 from envs.torch_runtime import executor as executor_module
 from graphs.extract import Workload, extract
@@ -44,6 +45,20 @@ def breaks_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(executor_module, "MOST_WARM_UP", 0)  # a step is a turn
     monkeypatch.setattr(PlacedModule, "forward", failing)
+
+
+class Locked(nn.Linear):
+    """A model that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_ends_the_runs_with_a_sentence() -> None:
+    step = Workload.of(Locked(), torch.randn(2, 4), training=False)
+    with pytest.raises(DevicesLostError, match=r"cannot be copied: .*_thread\.lock"):
+        opened(step)
 
 
 def test_after_an_error_that_leaves_the_gpu_unusable_candidates_without_it_go_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -17,7 +18,16 @@ from envs.simulator import Simulator
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.coarsen.merging import cut_by_weight
 from graphs.coarsen.sizes import SUMMED
-from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
+from graphs.graph import (
+    LARGEST_BYTES,
+    PHASES,
+    SIZES,
+    GraphArrays,
+    add_edge,
+    add_op,
+    attributes_of,
+    new_graph,
+)
 from graphs.synthetic.mirror import with_backward
 
 seeds = st.integers(0, 10**7)
@@ -328,6 +338,20 @@ def test_ops_that_must_share_a_device_but_cannot_are_refused() -> None:
             graph.nodes[op_id].update({"colocate": "both", key: value})
         with pytest.raises(ValueError, match="ops '0', '1' must share a device"):
             coarsen(graph)
+
+
+def test_sums_of_a_group_are_at_most_the_largest_size() -> None:
+    graph = new_graph("large")
+    sizes: Any = dict.fromkeys(SIZES, LARGEST_BYTES)
+    for name in "abc":
+        add_op(graph, name, cost_s={"*": 1.0}, **sizes)
+    for source in "ab":
+        add_edge(graph, source, "c")
+    [group] = GraphArrays.from_graph(coarsen(graph, most_groups=1).graph).ids
+    whole = coarsen(graph, most_groups=1).graph.nodes[group]
+    assert [whole[name] for name in SIZES] == [LARGEST_BYTES] * len(SIZES)
+    apart = GraphArrays.from_graph(coarsen(graph, keep_together=["[ab]"]).graph)
+    assert apart.edge_bytes.tolist() == [LARGEST_BYTES]
 
 
 def test_loaded_costs_of_a_group_are_the_sum_of_those_of_its_ops() -> None:

@@ -106,6 +106,17 @@ def test_the_most_frequent_source_is_that_of_the_kind_and_others_stay_with_their
     assert with_costs(three_ops(), costs_s, {"x": "same"}).nodes["b"]["cost_source"] == {}
 
 
+def test_what_has_no_new_cost_keeps_its_cost_and_the_source_of_it() -> None:
+    graph = three_ops()
+    for name, source in zip("abc", ({}, {}, {"x": "older"}), strict=True):
+        graph.nodes[name]["cost_source"] = source
+    found = with_costs(graph, {"x": np.array([1.0, np.nan, np.nan])}, {"x": "new"})
+    assert [found.nodes[name]["cost_s"]["x"] for name in "abc"] == [1.0, 9.0, 9.0]
+    assert [cost_source(found, name, "x") for name in "abc"] == ["new", "old", "older"]
+    same = with_costs(graph, {"x": np.full(3, np.nan)}, {"x": "new"})
+    assert [cost_source(same, name, "x") for name in "abc"] == ["old", "old", "older"]
+
+
 def test_new_costs_replace_the_loaded_costs_of_their_kind() -> None:
     graph = three_ops()
     for name in "ab":

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.graph import DEFAULTS, PHASES, SIZES, add_edge, add_op, new_graph
-from graphs.graph_file import FORMAT, graph_from_dict, load_graph, save_graph
+from graphs.coarsen.groups import coarsen
+from graphs.graph import DEFAULTS, PHASES, SIZES, GraphArrays, add_edge, add_op, new_graph
+from graphs.graph_file import FORMAT, completed, graph_from_dict, load_graph, save_graph
 
 PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
 TEXT = st.text(PRINTABLE, max_size=8)
@@ -104,6 +105,14 @@ def test_graph_survives_the_round_trip_through_a_file(
     assert again.graph == graph.graph
 
 
+def test_the_time_of_handing_a_step_over_is_kept(tmp_path: Path) -> None:
+    graph = graph_from_dict(small(hand_over_s=3e-4))
+    save_graph(graph, tmp_path / "graph.json")
+    loaded, coarse = load_graph(tmp_path / "graph.json"), coarsen(graph, most_groups=2).graph
+    for kept in (loaded, completed(graph), coarse):
+        assert GraphArrays.from_graph(kept).hand_over_s == 3e-4
+
+
 def test_saved_file_has_one_op_or_edge_per_line(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     save_graph(graph_from_dict(small()), path)
@@ -134,6 +143,8 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         (small(nodes={}), r"nodes is \{\}, not a list"),
         (small(nodes=[3]), r"nodes\[0\] is 3, not an object"),
         (small(nodes=[{"id": "a"}]), r"nodes\[0\] lacks cost_s"),
+        (small(hand_over_s="1"), "hand_over_s is '1', not a number"),
+        (small(hand_over_s=-1), "hand_over_s is -1.0, not a time >= 0"),
         (small(cost_source={"cuda": 1}), r"cost_source\['cuda'\] is 1, not a string"),
         (node(outputbytes=3), r"unknown key nodes\[1\]\.outputbytes; did you mean output_bytes"),
         (node(id="a"), r"nodes\[1\]: op 'a' is there already"),

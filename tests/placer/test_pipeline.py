@@ -27,6 +27,7 @@ from envs.executors.unplaced import UnplacedModel
 from envs.hardware.discover import present
 from envs.hardware.units import human_bytes
 from envs.placement import Placement
+from envs.problem import toy_problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import coarsen
@@ -38,11 +39,12 @@ from placer.cli.main import main
 from placer.costed_step import costed_step, unplaced_problems
 from placer.job import Job, SearchConfig
 from placer.pipeline import optimize_job, optimize_problem
+from placer.pipeline.optimization import proved_bounds_s
 from placer.progress import Silent
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
-from placer.search.heuristics import Rule, round_robin
+from placer.search.heuristics import Rule, heuristics, round_robin
 from placer.search.objectives import Objective
 from placer.search.request import Budget, Meter, SearchRequest
 from tests.fake_cuda import fake_cuda
@@ -138,6 +140,12 @@ def test_a_model_that_no_candidate_fits_is_not_said_to_fit_nowhere(
 def optimized(graph: nx.DiGraph[str], **search: Any) -> Result:
     config = SearchConfig(policy=None, **search)
     return optimize_job(Job(source=graph, cluster=PAIR, search=config))
+
+
+def test_a_proof_that_no_placement_fits_is_no_bound_of_a_step() -> None:
+    first = heuristics(Evaluator(toy_problem()))[0]
+    proofs = [replace(first, bound_ns=bound_ns) for bound_ns in (None, 1_000_000, INFEASIBLE_NS)]
+    assert proved_bounds_s(proofs) == [1e-3]
 
 
 def test_a_chain_has_no_headroom_and_independent_ops_are_split() -> None:

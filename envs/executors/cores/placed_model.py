@@ -152,6 +152,7 @@ class PlacedModel:
 
         Raises:
             ValueError: the step has no optimizer, or the rate is negative or not finite.
+            WorkerError: the workers have ended.
         """
         return float(self._rate())
 
@@ -160,6 +161,7 @@ class PlacedModel:
         self._rate().fill_(checked_rate(rate))
 
     def _rate(self) -> torch.Tensor:
+        self._pool.check_open()
         for source in self.program.sources:
             if source.role == "learning_rate":
                 return self._pool.arena.value(source.value)
@@ -169,6 +171,9 @@ class PlacedModel:
         """Return a copy of the optimizer's state, such as ``exp_avg.<parameter>``; {} without one.
 
         ``step.<parameter>`` counts the updates of adam and adamw.
+
+        Raises:
+            WorkerError: the workers have ended, and the state with them.
         """
         return {name: tensor.clone() for name, tensor in self._optimizer_state().items()}
 
@@ -177,10 +182,12 @@ class PlacedModel:
 
         Raises:
             ValueError: it is the state of another optimizer or model.
+            WorkerError: the workers have ended.
         """
         load_optimizer_state(self._optimizer_state(), state)
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        self._pool.check_open()
         value = self._pool.arena.value
         return {
             f"step.{s.name}" if s.role == "step_count" else s.name: value(s.value)

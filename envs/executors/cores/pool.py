@@ -280,13 +280,17 @@ class WorkerPool:
 
         ``number`` is that of the list that runs.
         """
-        if self.closed:
-            raise WorkerError("the workers of this pool have ended")
+        self.check_open()
         try:
             return self._exchange(messages, number, timeout_s or self.step_timeout_s)
         except BaseException:
             self.close()  # after an interruption an old answer would be taken for the next one
             raise
+
+    def check_open(self) -> None:
+        """Raise WorkerError if the workers have ended, with which the arena is gone."""
+        if self.closed:
+            raise WorkerError("the workers of this pool have ended")
 
     def _exchange(
         self, messages: Mapping[int, object], number: int | None, timeout_s: float

@@ -155,8 +155,7 @@ class DevicePool:
 
         Ctrl-C has an effect when all have answered, and the workers go on; a second one ends them.
         """
-        if self.closed:
-            raise WorkerError("the workers of this placed step have ended; place it again")
+        self._check_open()
         timeout_s = timeout_s or self.step_timeout_s
         answers: dict[int, Any] = {}
         with deferred_interrupt():
@@ -171,12 +170,17 @@ class DevicePool:
 
     def ask_one(self, number: int, method: str, **arguments: Any) -> Any:
         """Let one worker run a method; Ctrl-C ends the workers, unless the caller defers it."""
+        self._check_open()
         try:
             self._send(number, (method, arguments))
             return self._answer(number)
         except BaseException:
             self.close()
             raise
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WorkerError("the workers of this placed step have ended; place it again")
 
     def close(self) -> None:
         """End the workers at once; safe to call twice."""

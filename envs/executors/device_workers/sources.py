@@ -124,6 +124,9 @@ class _Writer:
     def finished(self) -> StepSources:
         for position, result in enumerate(self.program.results):
             if isinstance(result, Ref) and not self._is_input(result.value):
+                for value in self._needed([result.value]):  # a state that no placed call reads
+                    if value in self.sources and not self._is_anywhere(value):
+                        self.homes.setdefault(value, 0)
                 self._give(position, result.value)
         sources = []
         for d in range(len(self.devices)):
@@ -307,4 +310,5 @@ def differentiated(program: ForwardProgram, trained: frozenset[int]) -> frozense
             found.update(call.made)
             storages |= {program.storage_of[value] for value in call.made} & written
     found |= {v for v, storage in enumerate(program.storage_of) if storage in storages}
-    return frozenset(v for v in found if program.dtypes[v].is_floating_point)
+    kinds = program.dtypes
+    return frozenset(v for v in found if kinds[v].is_floating_point or kinds[v].is_complex)

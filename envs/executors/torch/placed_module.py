@@ -223,8 +223,8 @@ class PlacedModule(nn.Module):
             torch.autograd.backward(loss)
         else:
             self._updates.settle(self._states.tensors())
+            loss = self(*positional, **named)
             with self._updates.during():
-                loss = self(*positional, **named)
                 torch.autograd.backward(loss)
         return loss.detach()
 

@@ -1,7 +1,8 @@
 """Work of a step's module calls, and the tensors passed between them.
 
 Readers are identified by the storages of the tensors that torch dispatches. If a tensor's origin is
-unknown (numpy, say), its reader is ordered after everything that was there before.
+unknown (numpy, say), its reader is ordered after everything that was there before. Plain tensors in
+attributes of modules are constants.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from graphs.extract.eager import run_step
 from graphs.extract.errors import writes_input
 from graphs.extract.fx_nodes import written_arguments
-from graphs.extract.module_calls import ModuleCall, Unit, Units
+from graphs.extract.model_state import tensor_attributes
+from graphs.extract.module_calls import ModuleCall, Unit, Units, module_paths
 from graphs.flops import flops_by_formula, is_composite
 from graphs.workload import Workload
 
@@ -51,6 +53,8 @@ class Flow(Units):
         self.written: set[str] = set()
         inputs = tensors_in((step.step_inputs, dict(step.keywords)))
         self.inputs = {self._key(tensor): position for position, tensor in enumerate(inputs)}
+        attributes = tensor_attributes(module_paths(step))
+        self.constants = {self._key(t) for *_, held in attributes for t in tensors_in(held)}
         self.maker: dict[int, Unit] = {}
         self.edges: defaultdict[tuple[Unit, Unit], dict[int, int]] = defaultdict(dict)
         self.kept: defaultdict[tuple[Unit, Unit], dict[int, int]] = defaultdict(dict)
@@ -145,7 +149,7 @@ class Flow(Units):
             self.readers[self.state[key][0]][unit] = None
         elif key in self.maker:
             self._edge(self.maker[key], unit, key, bytes_of(tensor))
-        elif key not in self.inputs:
+        elif key not in self.inputs and key not in self.constants:
             with_readers = {source for source, _ in self.edges}
             for other in [u for u in self.forward if u not in with_readers]:
                 self._edge(other, unit, key, bytes_of(tensor))

@@ -196,6 +196,24 @@ class PowerSgd(HookReduction):
         )
         super().__init__(powerSGD_hook, state)
 
+    def start(self, bucket: Bucket) -> Pending:
+        """Call the hook, with what is kept of this bucket on its device; checkpoints load on CPUs.
+
+        Raises:
+            ValueError: the bucket is on the CPU while torch sees GPUs: its hook then waits for one.
+        """
+        device = bucket.buffer().device
+        if device.type == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "torch's PowerSGD does not reduce gradients on the CPU where there are GPUs: "
+                "choose another method, or hide the GPUs by CUDA_VISIBLE_DEVICES="
+            )
+        for name in _POWER_SGD_TENSORS:
+            kept = getattr(self.state, name)
+            if (tensor := kept.get(bucket.index())) is not None:
+                kept[bucket.index()] = tensor.to(device)
+        return super().start(bucket)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far, the residuals, the factors and the random generator's state."""
         kind, keys, *rest = self.state.rng.get_state()

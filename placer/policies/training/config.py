@@ -1,4 +1,4 @@
-"""Configuration of a training: a TOML file, in which every value has a default.
+"""Configuration of a training: a TOML file, in which every value has a default of its backend.
 
 ``trained_policies/NAME.toml``::
 
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -67,7 +68,9 @@ UNIMPORTANT: Final = ("workers", "checkpoint_rollouts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """Length of each seed's training: either ``decodes`` or ``seconds`` of processor time.
+    """Length of each seed's training: either ``decodes`` or ``seconds``.
+
+    Seconds are of the processor, or of the clock where there are workers or steps are measured.
 
     A decode is the construction and simulation of one placement.
     """
@@ -211,9 +214,12 @@ class TrainingConfig:
         return {key: value for key, value in plain(self).items() if key not in UNIMPORTANT}
 
 
-def load_config(path: Path) -> TrainingConfig:
-    """Read a configuration."""
-    return load_toml(path, _config)
+def load_config(path: Path, backend: str | None = None) -> TrainingConfig:
+    """Read a configuration. What it leaves out is as in the default one of its backend.
+
+    ``backend``, if given, overrides the file's.
+    """
+    return load_toml(path, partial(_config, backend=backend))
 
 
 def config_of(
@@ -229,7 +235,7 @@ def config_of(
     """
     values = {name: value for name, value in overrides.items() if value is not None}
     if path is not None:
-        config = load_config(path)
+        config = load_config(path, values.get("backend"))
     else:
         config = MEASURED if values.get("backend") == "measured" else SIMULATED
     if length is not None:
@@ -239,9 +245,15 @@ def config_of(
     return record(TrainingConfig, plain(replace(config, **values)))
 
 
-def _config(data: dict[str, Any]) -> TrainingConfig:
+def _config(data: dict[str, Any], backend: str | None) -> TrainingConfig:
     if "format" not in data:
         raise ValueError(f'format is missing: write format = "{FORMAT}"')
+    data = data if backend is None else {**data, "backend": backend}
+    if data.get("backend") == MEASURED.backend:
+        defaults = plain(MEASURED)
+        if isinstance(of_file := data.get("ppo"), dict):
+            data = {**data, "ppo": {**defaults["ppo"], **of_file}}
+        data = {**defaults, **data}
     return record(TrainingConfig, data)
 
 

@@ -17,7 +17,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import BasePolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from placer.policies.network import Policy
+from placer.policies.network import RANGES, Policy
 from placer.policies.pool import CANNOT_RUN
 from placer.policies.scheduler_env import SchedulerBatch
 from placer.policies.training.config import TrainingConfig
@@ -100,6 +100,13 @@ class Learner:
                 f"the training diverged after {self.decodes} decodes: the network's weights are "
                 "no finite numbers any more; lower ppo.learning_rate, now "
                 f"{self.learning_rate:g}"
+            ) from None
+        low, high = RANGES["log_std"]
+        log_std = self.model.policy.log_std.detach()
+        if not bool(((low <= log_std) & (log_std <= high)).all()):
+            raise FloatingPointError(
+                f"the training diverged after {self.decodes} decodes: deviations of actions are "
+                f"not within exp({low:g}) .. exp({high:g}) any more; lower ppo.entropy"
             ) from None
 
     def save(self) -> Saved:

@@ -51,9 +51,9 @@ function opening() {
 }
 
 const EXPLAINED = {
-  given: "what --start-from names",
+  "warm start": "the placement of --start-from",
   "where allowed": "what pins or missing costs keep off that device is elsewhere",
-  "unplaced": "the model as it is, with torch's threads on the same cores, by the wall clock",
+  "unplaced": "the model as it is, with torch's threads on all cores, or on one device",
 };
 
 function wonSection() {

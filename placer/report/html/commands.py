@@ -36,7 +36,7 @@ class Source:
     devices: Sequence[str]  # by name
     place: Sequence[str]  # options that choose the devices
     model: Sequence[str] = ()  # options with which the model's graph is extracted
-    search: Sequence[str] = ()  # other options of the search
+    search: Sequence[str] = ()  # options of a further search, its devices included
     launch: str = ""  # command that trains with the placement
 
     @property
@@ -49,7 +49,7 @@ def next_commands(source: Source) -> list[Command]:
     """Return commands that use the placement, the most useful first."""
     placement = str(source.placement)
     longer = str(source.placement.with_name(f"{source.placement.stem}-longer.json"))
-    again = ["placer", "optimize", source.target, *source.place, *source.model, *source.search]
+    again = ["placer", "optimize", source.target, *source.model, *source.search]
     again += ["--start-from", placement, "--budget", "5m", "--out", longer]
     return [
         *(_of_graph(source) if source.is_graph else _of_model(source)),

@@ -135,8 +135,9 @@ class Runs:
 
     def __init__(self, result: Result) -> None:
         self.result = result
-        measured = result.placement.measured if result.best.measurement is None else None
-        self.recorded: dict[str, Any] = dict(measured or {})
+        placement = result.placement  # what a file of replicas records is of all of them
+        is_recorded = result.best.measurement is None and placement.replicas is None
+        self.recorded: dict[str, Any] = dict((is_recorded and placement.measured) or {})
 
     @cached_property
     def clock(self) -> str:
@@ -170,6 +171,8 @@ class Runs:
         """Return the prefix of a candidate's keys in the file, None if it is not recorded."""
         if row is self.result.best:
             return ""
+        if self.result.placement.unplaced:  # its single device need not be that of the file
+            return None
         return "single_device_" if row is self.result.single else None
 
     def speed_up(self, row: Candidate) -> tuple[float | None, str]:

@@ -132,6 +132,24 @@ def test_what_numpy_made_between_modules_comes_after_all_that_was_there() -> Non
     assert nx.ancestors(graph, "third:Linear") >= {"linear:Linear", "second:Linear"}
 
 
+def test_constants_that_a_module_reads_come_after_nothing() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.tril(torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.mask
+
+    branches = {"left": nn.Linear(4, 4), "masked": Masked()}
+    model = Plain(lambda m, x: m.left(x) + m.masked(x), **branches)
+    step = Workload.of(model, torch.ones(2, 4), training=False)
+    graph = extract(step, "modules").graph
+    [last] = [op_id for op_id in graph if not graph.out_degree(op_id)]
+    assert graph.in_degree(last) == len(graph.edges) == 2
+    assert [graph.edges[edge]["bytes"] for edge in graph.edges] == [32, 32]
+
+
 def test_branches_in_threads_of_their_own_do_not_wait_for_each_other() -> None:
     def both(m: Any, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(2) as threads:

@@ -42,6 +42,15 @@ def normed(forward: Callable[..., Any]) -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
 
 
+def uncalled_head() -> Workload:
+    """Return a model whose first module has most work, and whose head no step calls."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
+    layers = {"head": nn.Linear(4, 2), "first": first, "last": nn.Linear(4, 4)}
+    model = tiny_models.Plain(lambda m, x: m.last(m.first(x)), **layers)
+    return Workload.of(model, torch.ones(2, 4), training=False)
+
+
 def two_stacks() -> Workload:
     parts = {
         name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in ("encoder", "decoder")
@@ -77,6 +86,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "conv_net": tiny_models.conv_net,
     "tied_weights": tiny_models.tied_weights,
     "two_stacks": two_stacks,
+    "uncalled_head": uncalled_head,
     "experts": experts,
     "inception": tiny_models.inception,
     "three_layers": lambda: Workload.of(*three_layers()),
@@ -109,6 +119,7 @@ def cut(
         ("conv_net", ("4",), True),
         ("conv_net", ("4",), False),
         ("norm_chain", ("first", "last"), False),
+        ("uncalled_head", ("last",), True),
         pytest.param("bert", ("bert.encoder.layer.1",), True, marks=pytest.mark.slow),
         pytest.param("gpt2", ("transformer.h.0", "transformer.h.1"), False, marks=pytest.mark.slow),
         pytest.param("t5", ("decoder.block.0", "decoder.block.1"), True, marks=pytest.mark.slow),

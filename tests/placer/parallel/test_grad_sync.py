@@ -338,6 +338,7 @@ def state_of_rank_0() -> tuple[dict[str, Tensor], list[bool]]:
     values = torch.arange(15.0).reshape(3, 5) + 100 * rank
     module = nn.Module()
     module.register_buffer("scale", values.t().contiguous().t() if rank else values)
+    module.register_buffer("short", torch.tensor(7 + rank, dtype=torch.int16))  # not in gloo
     module.weight = nn.Parameter(values.t())
     sent: list[bool] = []
     broadcast = dist.broadcast
@@ -356,4 +357,5 @@ def test_state_is_broadcast_by_value_whatever_its_layout() -> None:
     (expected, sent), (found, _) = on_ranks(2, state_of_rank_0)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert torch.equal(expected["scale"], torch.arange(15.0).reshape(3, 5))
-    assert sent == [True, True]
+    assert expected["short"] == 7
+    assert sent == [True] * 3

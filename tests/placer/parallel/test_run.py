@@ -259,7 +259,10 @@ def test_a_placement_says_whether_it_is_of_inference(
         for key in ("devices", "priority")
     }
     changed(path, **parts)
-    assert "--save are for training" in alone([*words, "--resume"], capsys)
+    at = words.index("--lr")
+    del words[at : at + 2]
+    for option in (["--resume"], ["--lr", "0.1"], ["--optimizer", "adam"], ["--sync", "bmuf"]):
+        assert f"{option[0]} is for training" in alone([*words, *option], capsys)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def test_a_training_that_diverges_ends(weight: float) -> None:
         learning.rollout()
 
 
+def test_a_training_whose_deviations_leave_their_range_ends() -> None:
+    learning = learner(1)
+    with torch.no_grad():
+        learning.model.policy.log_std.fill_(4.0)
+    with pytest.raises(FloatingPointError, match=r"deviations .* lower ppo\.entropy"):
+        learning.rollout()
+
+
 def test_a_network_that_begins_with_a_policy_proposes_the_same_weights() -> None:
     policy = load("generalist")
     item = exercise(random_problem(2, ops=30, devices=3))

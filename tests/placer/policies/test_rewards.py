@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from placer.policies.pool import draw_pool
+from placer.policies.pool import CANNOT_RUN, draw_pool
 from placer.policies.rewards import (
     FARTHEST_REWARD,
     SMALLEST_SPREAD,
@@ -73,6 +73,21 @@ def test_a_relative_reward_is_measured_by_what_untrained_weights_do_on_that_prob
     found = rewards.of(np.array([0, 0, 2, 1]), np.array([1.0, np.exp(-0.5), 0.5 * np.e**0.2, 1e9]))
     assert found.tolist() == pytest.approx([0.0, 1.0, -2.0, -FARTHEST_REWARD], abs=1e-4)
     assert len(np.concatenate(steps.weights)) == 3 * UNTRAINED_SAMPLES
+
+
+def test_decodes_that_cannot_run_do_not_change_what_others_earn() -> None:
+    class SomeFail(Steps):
+        def costs(self, numbers: NDArray[np.int64], weights: NDArray[Any]) -> NDArray[np.int64]:
+            costs = super().costs(numbers, weights)
+            fails = (np.arange(len(costs)) % 4 == 0) | (numbers == 1)
+            return np.where(fails, 10**17, costs)
+
+    rewards = relative_rewards(SomeFail(), np.array([10**12, 5 * 10**11, 10**11]), 0.2)
+    plain = alternating()
+    assert np.abs(rewards.expected[[0, 2]] - plain.expected[[0, 2]]).max() < 0.2
+    assert (rewards.spread[[0, 2]] <= plain.spread[[0, 2]]).all()
+    found = rewards.of(np.array([0, 1, 1]), np.array([CANNOT_RUN, CANNOT_RUN, 1.0]))
+    assert found.tolist() == [-FARTHEST_REWARD, -FARTHEST_REWARD, 0.0]
 
 
 @pytest.mark.parametrize("k", range(2, 7))

@@ -26,7 +26,7 @@ from placer.policies.pool import Clusters, draw_exercise
 from placer.policies.records import Within, differences, plain, record
 from placer.policies.rewards import relative_rewards
 from placer.policies.training import config_of, load_config
-from placer.policies.training.config import Ppo, Stage, TrainingConfig
+from placer.policies.training.config import Length, Ppo, Stage, TrainingConfig
 from tests.helpers.folders import ROOT
 from tests.helpers.tiny_training import TINY, TWO_STAGES, toml
 
@@ -44,6 +44,20 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
     path.write_text(toml(TWO_STAGES))
     assert load_config(path) == TWO_STAGES
     assert record(TrainingConfig, plain(TWO_STAGES)) == TWO_STAGES
+
+
+@pytest.mark.parametrize("backend", [None, "measured"])
+def test_what_a_file_leaves_out_is_as_in_the_default_of_its_backend(
+    backend: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "measured.toml"
+    named = 'backend = "measured"\n' if backend is None else ""
+    path.write_text(f'format = "placer-training/1"\n{named}seeds = 2\n[ppo]\nepochs = 3\n')
+    default = config_of(backend="measured")
+    expected = replace(default, seeds=2, ppo=replace(default.ppo, epochs=3))
+    assert config_of(path, backend=backend) == expected
+    path.write_text(path.read_text() + "[length]\nseconds = 5.0\n")
+    assert config_of(path, backend=backend) == replace(expected, length=Length(seconds=5.0))
 
 
 def test_measured_steps_may_be_those_of_a_cluster() -> None:

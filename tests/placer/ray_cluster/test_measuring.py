@@ -21,7 +21,7 @@ from envs.hardware.cluster import Cluster, Device
 from envs.hardware.discover import discover, present
 from envs.hardware.errors import DeviceWarning
 from envs.measured import DevicesLostError
-from envs.measurement import Measurement, tied
+from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated, costed, extraction_for, runtime_for
@@ -36,13 +36,6 @@ from tests.helpers.ray_nodes import kill, ray_nodes
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 MOST_S = 10.0
 NODE = Node(key="a", name="10.0.0.5:9", cpus=8, gpus=4)
-
-
-def test_runs_of_two_nodes_are_not_compared() -> None:
-    one = Measurement(wall_s=np.ones(3), cpu_clock_s=np.ones(3), node="10.0.0.5:9")
-    assert tied(one, one)
-    with pytest.raises(AssertionError, match="not compared"):
-        tied(one, replace(one, node="10.0.0.6:9"))
 
 
 class Locked(nn.Linear):
@@ -281,6 +274,20 @@ def test_placements_that_fail_everywhere_leave_out_nothing() -> None:
 
     found = measured_on(Processes(), fails, [[1.0], [3.0], [4.0]])
     assert [group[0][1] for group in found] == [1.0, np.inf, 4.0]
+
+
+@two_cores
+def test_the_last_devices_are_kept_if_a_group_failed_on_them_only_once() -> None:
+    seen: list[Any] = []
+
+    def fails_once(node: str, group: Sequence[Any], runs: Runs) -> list[Measurement]:
+        seen.append(group)
+        return run_of(node, group, runs, broken=node if len(seen) == 1 else "")
+
+    with pytest.warns(DeviceWarning, match="died while it loaded") as caught:
+        found = measured_on(Processes(1, 2), fails_once, [[1.0], [2.0]])  # b and c die
+    assert found == [[("a", 1.0)], [("a", 2.0)]]
+    assert ["died" in str(each.message) for each in caught] == [True, True]
 
 
 class Unloadable:

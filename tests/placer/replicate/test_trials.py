@@ -146,6 +146,8 @@ def test_trials_of_a_plan_correct_its_next_prediction() -> None:
     [[of_ddp]] = [list(each.values()) for each in under_ddp.by_kind.values()]
     assert of_ddp.compute == pytest.approx(0.08 / pair.step.step_s)
     assert of_ddp.communication == pytest.approx(of_ddp.compute)
+    whole = next(each for each in found.splits if each.name == "1 x 2")
+    assert replace(whole, factors=Factors(1.5, 1.0)).efficiency == pytest.approx(whole.efficiency)
     failed = Runs(failure="a rank died")
     assert with_factors(fitted, pair, failed) is with_factors(fitted, pair, Runs()) is fitted
 
@@ -332,7 +334,7 @@ def really_tried(folder: str) -> dict[str, object]:
         source=workload,
         cluster=cores_cluster(),
         search=SearchConfig(policy=None, budget="50e"),
-        replicas=Replication(replicas=2, reduction="ring"),
+        replicas=Replication(replicas=2, batch="global", reduction="ring"),
     )
     result = plan_job(job).result
     plan = result.replication
@@ -346,6 +348,7 @@ def really_tried(folder: str) -> dict[str, object]:
         "failed": [each.measurement.failure for each in plan.splits
                    if each.measurement is not None and each.measurement.failure],
         "best": plan.best.name,
+        "efficiency": {each.name: each.efficiency for each in plan.splits},
         "files": sorted(path.name.partition("-")[0] for path in Path(folder).iterdir()),
         "busy": plan.is_busy,
         "finite": bool(torch.isfinite(torch.tensor(loss))),
@@ -367,6 +370,8 @@ def test_on_cores_of_this_machine_plans_and_the_unplaced_model_are_really_run(
     assert all(time_s > 0 for times_s in ran.values() for time_s in times_s)
     assert found["best"] in ("2 x 1", "2 x 1 unplaced")  # as two replicas were asked for
     assert found["replicas"] == 2
+    assert found["efficiency"]["1 x 2 unplaced"] == pytest.approx(1)
+    assert 0.6 < found["efficiency"]["2 x 1 unplaced"] <= 1.001  # each has half of the batch
     assert found["finite"]
     assert "measured" in found["verdict"]
     assert found["busy"] or "replicas" in found["files"]

@@ -262,7 +262,7 @@ def test_the_command_line_accepts_every_suggested_command(
         devices=devices,
         place=["--cluster", "a cluster.toml"],
         model=[] if target == "graph.json" else ["--inference"],
-        search=["--pin", "embed=core:0"],
+        search=["--cluster", "a cluster.toml", "--pin", "embed=core:0"],
     )
     commands = [command.command for command in next_commands(source)]
     assert len(set(commands)) == len(commands) >= 4
@@ -359,6 +359,8 @@ def test_a_report_that_cannot_be_made_leaves_no_file(
     ):
         assert main(["show", str(placement), *words, "--html", str(out)]) == 2
         assert reason in capsys.readouterr().err
+    assert main(["show", str(placement), *target, "--inference"]) == 2
+    assert "--target and --inference are options of a report" in capsys.readouterr().err
     assert main(["show", str(placement), *target, "--html", str(placement)]) == 2
     assert "are the same file" in capsys.readouterr().err
     save_graph(fork(1), graph)  # a placement that cannot run

@@ -27,7 +27,7 @@ from tests.helpers import tiny_models
 from tests.helpers.placed_steps import CORES, on_cores, open_descriptors, two_cores, worker_ids
 from tests.helpers.processes import is_alive
 from tests.helpers.tiny_models import assert_same, eager, forward, gradients_of, state_of
-from tests.helpers.trained_alike import assert_trains_alike
+from tests.helpers.trained_alike import assert_trains_alike, with_optimizer
 
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
@@ -288,6 +288,18 @@ def test_workers_end_when_placing_fails_in_between(monkeypatch: pytest.MonkeyPat
         on_cores(extraction)
     assert started[0].closed
     assert_same(state_of(step), before)
+
+
+def test_the_state_of_an_optimizer_ends_with_the_workers() -> None:
+    step = with_optimizer(tiny_models.conv_net(), "adam")
+    with on_cores(extract(step)) as placed:
+        state = placed.optimizer_state()
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.optimizer_state()
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.load_optimizer_state(state)
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.learning_rate = 0.1
 
 
 def test_an_order_that_cannot_be_run_starts_nothing() -> None:

@@ -158,6 +158,35 @@ def test_values_that_go_there_and_back_have_whole_gradients(seed: int) -> None:
         assert_trains_alike(step, workers)
 
 
+def test_complex_values_that_cross_devices_have_gradients() -> None:
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(m.get_submodule("first")(x))
+        again: Tensor = m.get_submodule("first")(x)[:, :1]
+        return torch.view_as_real(waves * waves).flatten(1) + again
+
+    torch.manual_seed(0)
+    model = Plain(compute, first=nn.Linear(4, 4))
+    plain = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 6)), squared)
+    step = with_optimizer(plain, "sgd", learning_rate=0.001)
+    extraction = extract(copy.deepcopy(step))
+    keys = [call.key for call in extraction.forward.placed_calls]
+    # Fake GPUs do not conjugate, as the backward of a complex product does.
+    places = {key: CPU if ":mul" in key else GPUS[i % 2] for i, key in enumerate(keys)}
+    with placed(extraction, [*GPUS[:2], CPU], places=places) as workers:
+        assert_trains_alike(step, workers)
+
+
+def test_a_buffer_that_only_the_caller_reads_is_returned() -> None:
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    model = Plain(lambda m, x: (m.second(m.first(x)), m.anchors, m.anchors[1:]), **layers)
+    model.register_buffer("anchors", torch.arange(3.0))
+    extraction = extract(Workload.of(model, (torch.randn(3, 4),), training=False))
+    with placed(extraction, MACHINES["two GPUs"]) as workers:
+        _, anchors, rest = workers.step(*extraction.step.inputs)
+    assert anchors.tolist() == [0.0, 1.0, 2.0]
+    assert rest.tolist() == [1.0, 2.0]
+
+
 def test_what_is_written_in_place_after_it_was_sent_is_refused() -> None:
     def compute(m: nn.Module, x: Tensor) -> Tensor:
         held: Tensor = m.get_submodule("first")(x) * 2
@@ -185,8 +214,9 @@ def test_a_worker_that_dies_ends_the_step_with_its_device() -> None:
     os.kill(processes[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"the worker of cuda:[01] died \(signal 9\)"):
         workers.step(*extraction.step.inputs)
-    with pytest.raises(WorkerError, match="have ended; place it again"):
-        workers.step(*extraction.step.inputs)
+    for call in (lambda: workers.step(*extraction.step.inputs), workers.read_back, workers.write):
+        with pytest.raises(WorkerError, match="have ended; place it again"):
+            call()
     assert all_end([process.pid for process in processes])
     workers.close()
 

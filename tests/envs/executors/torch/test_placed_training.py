@@ -1,4 +1,4 @@
-"""Usual training of placed modules: optimizers, clipping, scalers."""
+"""Usual training of placed modules and of the unplaced one: optimizers, clipping, scalers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.unplaced import UnplacedModel
 from graphs.extract import extract
 from tests.helpers import tiny_models
 from tests.helpers.placed_steps import random_devices
 from tests.helpers.tiny_models import forward
-from tests.helpers.trained_alike import assert_close
+from tests.helpers.trained_alike import assert_close, with_optimizer
 
 pytestmark = pytest.mark.usefixtures("second_device")
 
@@ -54,3 +55,24 @@ def test_scaled_and_clipped_steps_under_autocast_span_devices(
     assert norms[:2] == pytest.approx(norms[2:], rel=1e-2)
     state = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
     assert_close(state, dict(plain.model.state_dict()), 1e-3)
+
+
+def test_a_batch_that_is_refused_is_no_step_of_the_optimizer() -> None:
+    step = with_optimizer(tiny_models.conv_net(), "adam")
+    extraction = extract(step)
+    placed = PlacedModule(extraction, random_devices(extraction, ("cpu", "cuda:0"), 1))
+    placed.step(*step.inputs)
+    before = placed.optimizer_state()
+    with pytest.raises(ValueError, match="shape"):
+        placed.step(*(own[:1] for own in step.inputs))
+    assert_close(placed.optimizer_state(), before, 0.0)
+
+
+def test_a_model_unplaced_on_the_cpu_takes_batches_and_state_from_elsewhere() -> None:
+    step = tiny_models.conv_net()
+    with UnplacedModel(extract(copy.deepcopy(step))) as unplaced:
+        expected = forward(step).detach()
+        unplaced.to("cuda:0")
+        found = unplaced.step(*(own.to("cuda:0") for own in step.inputs))
+        assert found.device.type == "cpu"
+        torch.testing.assert_close(found, expected)

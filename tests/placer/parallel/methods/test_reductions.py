@@ -206,3 +206,34 @@ def test_hooks_reduce_as_under_ddp() -> None:
     for of_rank in results(2):
         ours, ddp = of_rank["powersgd"], of_rank["powersgd under ddp"]
         torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)
+
+
+def devices_of_state() -> tuple[set[str], str]:
+    """Return where a hook finds residuals and factors, and why a bucket on the CPU is refused."""
+    from tests.fake_cuda import fake_cuda
+
+    found: set[str] = set()
+
+    def hook(state: PowerSGDState, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        kept = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+        found.update(str(tensors[bucket.index()].device) for tensors in kept)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with fake_cuda():
+        reduction = PowerSgd()
+        names = ("error_dict", "p_memory_dict", "q_memory_dict")
+        state = reduction.state_dict() | {name: {"0": torch.ones(3)} for name in names}
+        reduction.load_state_dict(state)
+        reduction.hook = hook
+        reduction.start(bucket_of([torch.ones(3, device="cuda:0")])).wait()
+        with pytest.raises(ValueError, match="PowerSGD") as error:
+            reduction.start(bucket_of([torch.ones(3)]))
+    return found, str(error.value)
+
+
+def test_what_powersgd_keeps_is_where_its_bucket_is_and_the_cpu_is_refused_beside_gpus() -> None:
+    [(devices, reason)] = on_ranks(1, devices_of_state)
+    assert devices == {"cuda:0"}
+    assert "on the CPU where there are GPUs" in reason
