@@ -100,8 +100,9 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
 
         Raises:
             ValueError: there is no such backend, or it needs a workload; several of workload, graph
-                and pool are given; there is no such device; or copies cannot overlap.
-            ExtractionError: the model cannot be extracted.
+                and pool are given, or none with memory or overlap; there is no such device; or
+                copies cannot overlap.
+            ExtractionError: the model cannot be extracted, or no placement of it can be run.
             WorkerError: workers do not start, or cannot run the model.
         """
         given = [own for own in (workload, graph, pool) if own is not None]

@@ -57,6 +57,18 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but the first example of the tests that are marked ``slow_repeats`` as slow."""
+    seen: set[str] = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow_repeats") and not item.get_closest_marker("slow"):
+            if name in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(name)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt the million objects of imports from garbage collection, and fix hypothesis's draws."""
     gc.collect()

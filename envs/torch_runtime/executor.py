@@ -83,7 +83,7 @@ class TorchExecutor:
         overlap: run exported calls with copies that overlap with compute.
 
     Raises:
-        DevicesLostError: no device can be used.
+        DevicesLostError: no device can be used, or the model cannot be copied.
     """
 
     def __init__(

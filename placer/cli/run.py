@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 LONGEST_TIMEOUT_S: Final = 1_000_000
 LR: Final = 0.01
+SILENCE_S: Final = 300.0
 HELP: Final = "train or infer with a placed model; under torchrun one replica per rank"
 _METHODS: Final = "\n".join(f"  {method.name:20}{method.sends}" for method in METHODS)
 EPILOG: Final = f"""\
@@ -107,7 +108,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--timeout-s",
         "seconds of silence after which a rank counts as hung",
         type=float,
-        default=300.0,
+        default=SILENCE_S,
     )
 
 
@@ -229,10 +230,10 @@ def _print(trained: Trained) -> None:
 
 def _infer(args: argparse.Namespace, placement: Placement) -> int:
     """Run forward passes of the placed model in this process and print their median time."""
-    names = ("optimizer", "lr", "sync", "checkpoint", "checkpoint_every", "resume", "save")
-    defaults = {"optimizer": OPTIMIZERS[0], "lr": LR}
-    for name in names:
-        if getattr(args, name) not in (defaults.get(name), None, {}, False):
+    usual = {"optimizer": OPTIMIZERS[0], "lr": LR, "sync": {}, "checkpoint": None}
+    usual |= {"checkpoint_every": None, "resume": False, "save": None, "timeout_s": SILENCE_S}
+    for name, default in usual.items():
+        if getattr(args, name) != default:
             raise UsageError(f"--{name.replace('_', '-')} is for training, and this is inference")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("inference runs in one process: start it without torchrun")

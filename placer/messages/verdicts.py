@@ -18,7 +18,9 @@ def headline(best: Candidate, verdict: str) -> str:
 
 def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended: bool) -> str:
     """Return the gain over the best single device, or that there is none."""
-    is_slower = best.measurement is None and best.predicted_s > single.predicted_s
+    is_slower = best.measurement is None and best.predicted_s > single.predicted_s * (
+        1 + NO_HEADROOM
+    )
     if best.is_single and not is_slower:
         gap = single.predicted_s / lower_bound_s - 1 if lower_bound_s else 0.0
         if gap <= NO_HEADROOM:
@@ -30,13 +32,17 @@ def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended:
             "No headroom was found: no other placement is faster than one device by more than "
             f"noise (the lower bound leaves {gap:.0%})."
         )
-    faster = f"faster than {_described(single)}"
     runs, of_single = best.measurement, single.measurement
     if runs is None or of_single is None:
         ratio = ratio_of(single.predicted_s, best.predicted_s)
-        return f"{ratio:.2f}x {faster}, predicted."
+        return f"{_compared(ratio, _described(single))}, predicted."
     ratio = ratio_of(of_single.step_s(contended=contended), runs.step_s(contended=contended))
-    return f"{ratio:.2f}x {faster}, {f'by {CPU_CLOCK}' if contended else 'measured'}."
+    how = f"by {CPU_CLOCK}" if contended else "measured"
+    return f"{_compared(ratio, _described(single))}, {how}."
+
+
+def _compared(ratio: float, than: str) -> str:
+    return f"{ratio:.2f}x faster than {than}" if ratio >= 1 else f"{ratio:.2f}x as fast as {than}"
 
 
 def undecided(best: Candidate, other: Candidate | None) -> str:

@@ -172,12 +172,12 @@ class LocalRanks:
 
     def _start(self, start: _Start, task: _Task) -> None:
         ours, theirs = Pipe()
-        failures: list[OSError] = []
+        failures: list[BaseException] = []
 
         def run() -> None:
             try:
                 self._ranks.append(start(task, ours, theirs))
-            except OSError as error:
+            except BaseException as error:  # noqa: BLE001  # raised below
                 failures.append(error)
 
         thread = threading.Thread(target=run, name="start of a rank")
@@ -223,8 +223,13 @@ class LocalRanks:
         )
         theirs.close()  # or a task that nobody reads would wait for room in the pipe
         rank = _Rank.watched(process.pid, ours, process.wait)
-        with suppress(BrokenPipeError, ConnectionResetError):  # seen when it should answer
+        try:
             ours.send(task)
+        except OSError:  # it has ended: seen when it should answer
+            pass
+        except Exception as error:
+            rank.end()
+            raise RankError(f"its task cannot be sent: {first_line(error)}") from error
         return rank
 
     def _answers(self, timeout_s: float) -> list[Any]:

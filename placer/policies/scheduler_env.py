@@ -75,13 +75,16 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
             render_mode: "ansi" or None.
 
         Raises:
-            ValueError: several of workload, graph and pool are given; the backend does not exist,
+            ValueError: several of workload, graph and pool are given, or memory without a
+                workload; the backend does not exist,
                 or needs a workload; or there is no such device.
             ExtractionError: the model cannot be extracted.
             WorkerError: workers do not start, or cannot run the model.
         """
         if sum(source is not None for source in (workload, graph, pool)) > 1:
             raise ValueError("give one of workload, graph and pool")
+        if workload is None and memory:
+            raise ValueError("memory is that of a workload: leave it out")
         if backend not in BACKENDS:
             hint = suggestion(backend, BACKENDS)
             raise ValueError(

@@ -37,7 +37,9 @@ class Split:
     result: Result | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
-    simulated_one_per_s: float = np.nan  # samples of one replica, with the whole global batch
+    simulated_one_per_s: float = (
+        np.nan
+    )  # samples of one replica; if it is placed, with the whole global batch
     is_baseline: bool = False  # for comparison, not requested
     why: str = ""
     joined: int = 0  # devices that are one device of an unplaced replica; 0: it is placed
@@ -126,9 +128,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The placement with the best prediction, with another number of replicas, all predicted.
+    """The placement with the best prediction, with another number of replicas, as simulated.
 
-    Replicas share a global batch.
+    Fitted factors do not count here. Replicas share a global batch.
     """
 
     replicas: int

@@ -53,8 +53,10 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
         )
         style = "dim" if point.beyond_cluster else ""
         curve.add_row(str(point.replicas), str(point.devices), *cells, style=style)
-    which = "The placement with the best prediction" if plan.was_run else "The best placement"
-    console.print(f"{which} on 1 .. {plan.curve[-1].devices} devices:")
+    which, how = "best placement", ""
+    if plan.was_run:
+        which, how = "placement with the best prediction", ", simulated"
+    console.print(f"The {which} on 1 .. {plan.curve[-1].devices} devices{how}:")
     console.print(curve)
     legend = LEGEND + "; samples/s: measured where a split was run" * plan.was_run
     console.print(legend, style="dim")

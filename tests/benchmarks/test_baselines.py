@@ -36,6 +36,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     register_baselines()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
     "name",
@@ -50,6 +51,7 @@ def test_every_baseline_keeps_the_contract(name: str, check: Callable[[Make], No
     check(lambda: placer_named(name))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("name", "evaluations", "rank"),
     [("cross-entropy", 1500, 0), ("op-by-op", 100, 2), ("sequence-to-sequence", 400, 2)],

@@ -185,6 +185,7 @@ def test_benchmarks_that_the_docs_quote_exist() -> None:
 # What each of them measures
 
 
+@pytest.mark.slow
 def test_gaps_are_those_between_plans_and_their_bound(inception: Exercise) -> None:
     problem = inception.evaluator.problem
     gaps = quality.bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
@@ -270,6 +271,7 @@ def test_the_max_load_lies_between_its_bound_and_the_best_single_device() -> Non
     assert table.rows[0][0] == "alexnet"
 
 
+@pytest.mark.slow
 def test_extraction_is_compared_with_export_alone() -> None:
     found: dict[str, Any] = {}
     extraction.reference("two_towers.py:build", found)

@@ -91,6 +91,7 @@ def test_nothing_is_dropped_whatever_a_package_calls_it() -> None:
     assert [model[0].p, model[1].dropout, model.drop_path_rate] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow_repeats
 @two_cores
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_is_run_on_cores_and_equal_to_eager(training: bool) -> None:
@@ -98,6 +99,7 @@ def test_a_model_is_run_on_cores_and_equal_to_eager(training: bool) -> None:
     assert (found.extractor, found.ran, found.equal, found.reason) == ("export", True, True, "")
 
 
+@pytest.mark.slow
 @two_cores
 def test_wrong_results_are_seen() -> None:
     found = tried("counting", Case(Counting, numbers((2, 3))), training=False)
@@ -106,6 +108,7 @@ def test_wrong_results_are_seen() -> None:
     assert "tensors differ" in found.reason
 
 
+@pytest.mark.slow
 @two_cores
 def test_rounding_alone_is_told_from_wrong_results_in_float64() -> None:
     for case, equal in (

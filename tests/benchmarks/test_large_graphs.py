@@ -45,6 +45,7 @@ def test_huge_problems_are_compared_with_heuristics_and_bound() -> None:
     assert len(row) == len(huge.COLUMNS)
 
 
+@pytest.mark.slow
 def test_learning_is_compared_at_equal_decodes() -> None:
     small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
     items = [replace(small, kinds=kinds) for kinds in "eu"]
@@ -84,6 +85,7 @@ def test_evolved_weights_are_better_than_what_the_policy_proposes() -> None:
     assert costs[0] < costs[1:].min()
 
 
+@pytest.mark.slow
 def test_problems_are_searched_beside_evolved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
     pairs = [(replace(small, kinds=kinds), replace(small, kinds=kinds)) for kinds in "eu"]
@@ -102,6 +104,7 @@ def test_problems_are_searched_beside_evolved_weights(monkeypatch: pytest.Monkey
         assert (found["generalist, its own weights"] <= ratios).all(), name
 
 
+@pytest.mark.slow
 def test_longer_searches_stand_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "SECONDS", (0.05,))
     small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
@@ -112,6 +115,7 @@ def test_longer_searches_stand_beside_short_ones(monkeypatch: pytest.MonkeyPatch
     assert [row[0] for row in table.rows] == list(learning.initial_and_default())
 
 
+@pytest.mark.slow
 def test_foreign_graphs_are_large_and_every_one_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(problems.FOREIGN) == 10
     graph = problems.FOREIGN[-1].make()

@@ -38,6 +38,7 @@ def test_the_most_that_fit_are_found_from_any_guess_with_few_trials(most: int) -
             assert len(tried) <= 2 * np.log2(abs(guess - expected) + 1) + 3
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("share", [0.4, 0.75, 1.2])
 def test_layers_are_tried_on_the_device_under_the_limit(share: float) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

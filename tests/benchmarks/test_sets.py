@@ -103,6 +103,7 @@ def random_plan(extraction: Extraction, seed: int) -> Plan:
     return Plan(place=place, order=arrays.topological.astype(np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_ops_of_the_set_and_of_its_cores_never_run_at_the_same_time(
     towers: Extraction, seed: int

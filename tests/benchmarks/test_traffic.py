@@ -103,6 +103,7 @@ def sent(ranks: int) -> dict[str, float]:
     return {name: float(sum(own[name] for own in of_ranks)) for name in cases}
 
 
+@pytest.mark.slow
 def test_synchronous_replicas_send_what_a_ring_must(ranks: int, sent: dict[str, float]) -> None:
     least = 2 * (ranks - 1) * SIZE_BYTES  # each rank sends 2 (p - 1) / p of its gradients
     assert least < sent["allreduce"] < 1.005 * least

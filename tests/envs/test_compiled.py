@@ -68,6 +68,7 @@ def run_caller(folder: Path, *, factor: int, shift: int) -> list[int]:
     return [int(word) for word in printed.split()]
 
 
+@pytest.mark.slow
 def test_a_change_of_what_a_cached_function_uses_compiles_it_again(tmp_path: Path) -> None:
     assert run_caller(tmp_path, factor=2, shift=0) == [20, 0]
     assert run_caller(tmp_path, factor=2, shift=0) == [20, 1]
@@ -75,6 +76,7 @@ def test_a_change_of_what_a_cached_function_uses_compiles_it_again(tmp_path: Pat
     assert run_caller(tmp_path, factor=3, shift=1) == [31, 0]
 
 
+@pytest.mark.slow
 def test_code_whose_types_were_renamed_is_compiled_again(tmp_path: Path) -> None:
     assert run_caller(tmp_path, factor=2, shift=0) == [20, 0]
     for index in tmp_path.rglob("*.nbi"):
@@ -129,6 +131,7 @@ def is_waiting_for_a_lock(process: subprocess.Popen[str]) -> bool:
     return any("->" in line and f" {process.pid} " in line for line in locks)
 
 
+@pytest.mark.slow
 def test_a_function_that_another_process_compiles_is_waited_for(tmp_path: Path) -> None:
     assert run_caller(tmp_path, factor=2, shift=0) == [20, 0]
     cache, compiled = tmp_path / "cache", tmp_path / "compiled"

@@ -77,6 +77,7 @@ def pool_of(backend: Measured) -> WorkerPool:
     return backend.executor.pool()
 
 
+@pytest.mark.slow
 def test_time_and_memory_of_both_workers_are_measured(backend: Measured) -> None:
     alone, split, _ = backend.evaluate(candidates(backend.problem))
     first, second = backend.problem.cluster.names
@@ -135,6 +136,7 @@ def test_predicted_memory_is_that_of_the_workers_lists() -> None:
     assert worker_memory(None, problem, placement) is None
 
 
+@pytest.mark.slow
 def test_what_workers_hold_before_a_step_is_not_planned_with() -> None:
     extraction, problem = wide_problem(1 << 30)
     planned = CoreRuntime(extraction, problem.cluster).planned(problem.cluster)
@@ -146,6 +148,7 @@ def test_what_workers_hold_before_a_step_is_not_planned_with() -> None:
     assert [each.memory_bytes for each in fewest.devices] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_placement_that_held_more_than_it_may_is_infeasible_with_the_amount() -> None:
     extraction, problem = wide_problem(12 << 20)
     first, second = problem.cluster.names
@@ -185,6 +188,7 @@ def limit_memory_of(process_id: int, more_bytes: int) -> None:
     resource.prlimit(process_id, resource.RLIMIT_DATA, (limit, limit))
 
 
+@pytest.mark.slow
 def test_a_worker_without_memory_says_so_and_its_placement_is_infeasible() -> None:
     extraction, problem = wide_problem(1 << 30)
     with Measured(CoreExecutor(extraction, problem), rounds=2, warm_up=0) as measured:
@@ -322,6 +326,7 @@ def test_a_model_that_cannot_be_copied_is_measured_without_the_hand_over() -> No
     assert len(seen.wall_s) == 2
 
 
+@pytest.mark.slow
 def test_the_rounds_are_few_where_their_time_is_over() -> None:
     extraction, problem = small_problem()
     runtime = CoreRuntime(extraction, problem.cluster)

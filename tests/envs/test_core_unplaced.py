@@ -66,6 +66,7 @@ def unplaced_on(problem: Problem, runtime: CoreRuntime, *, cores: int) -> Placem
 # --- measuring
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_runtime_measures_placements_and_the_unplaced_model(cores: int) -> None:
     extraction, problem = small_problem()
@@ -173,6 +174,7 @@ def found(step: Workload, devices: str, extractor: str = "auto", **search: Any) 
     return placer.optimize(step, devices, search=config, extractor=extractor, progress=False)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("unplaced_s", "verdict"),
     [
@@ -289,6 +291,7 @@ def placement_of(placement: placer.Result | Placement) -> Placement:
     return placement.placement if isinstance(placement, placer.Result) else placement
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("devices", [ONE, BOTH])
 def test_a_model_whose_ops_cannot_be_placed_is_measured_and_applied_unplaced(
     devices: str, tmp_path: Path
@@ -315,6 +318,7 @@ def test_a_model_whose_ops_cannot_be_placed_is_measured_and_applied_unplaced(
     assert evaluation.feasible, evaluation.why
 
 
+@pytest.mark.slow
 def test_what_cannot_be_placed_has_no_placement_that_is_only_predicted() -> None:
     step = loop()
     result = found(step, BOTH, "dispatch", measure=False)
@@ -324,6 +328,7 @@ def test_what_cannot_be_placed_has_no_placement_that_is_only_predicted() -> None
     assert_computes_alike(step, result, [looped(0.01)])
 
 
+@pytest.mark.slow
 def test_pins_and_replicas_are_refused_where_ops_cannot_be_placed() -> None:
     search = placer.SearchConfig(budget="20e", policy=None)
     constraints = placer.Constraints(pins={"head": ONE})
@@ -343,6 +348,7 @@ def test_pins_and_replicas_are_refused_where_ops_cannot_be_placed() -> None:
         placer.optimize(loop(), BOTH, search=search, replicas=2, progress=False)
 
 
+@pytest.mark.slow
 def test_a_placement_of_ops_that_cannot_be_placed_fails_when_it_is_measured() -> None:
     step = loop()
     result = found(step, BOTH, "dispatch")
@@ -373,6 +379,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_commands_place_and_run_a_model_whose_ops_cannot_be_placed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

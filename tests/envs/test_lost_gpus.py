@@ -62,6 +62,7 @@ def limits_hold(machine: Machine) -> bool:
     return any(allocator.fraction < 1.0 for allocator in machine.allocators)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("device", [0, 2])
 def test_a_placement_runs_once_more_if_a_gpu_that_it_does_not_use_is_lost_meanwhile(
     device: int, machine: Machine, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def assert_applied(
     return placed
 
 
+@pytest.mark.slow
 @ON_TWO_DEVICES
 def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) -> None:
     model, inputs = looped()
@@ -121,6 +122,7 @@ def test_a_loop_over_a_gpu_and_the_cpu_is_trained_as_the_model_is() -> None:
     assert {p.device.type for p in placed.parameters()} == {"cpu"}
 
 
+@pytest.mark.slow_repeats
 @ON_TWO_DEVICES
 @pytest.mark.parametrize("extractor", ["auto", "modules"])
 def test_on_the_cpu_alone_its_modules_are_timed_and_run_beside_the_unplaced_model(

@@ -253,6 +253,7 @@ def test_modules_on_two_cores_are_predicted_one_after_the_other() -> None:
     assert measured.feasible, measured.why
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_values_is_placed_by_its_modules_on_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

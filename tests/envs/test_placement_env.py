@@ -219,6 +219,7 @@ def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_enviro
     assert all_end(descendants() - before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_device")
 def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() -> None:
     updated = linear_step(optimizer=Optimizer(kind="adamw"), dtype="bf16")
@@ -241,6 +242,7 @@ def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() ->
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_device")
 def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
     model = nn.Sequential(nn.Linear(8, 500), nn.ReLU(), nn.Linear(500, 4))

@@ -107,6 +107,7 @@ def test_an_index_out_of_range_on_a_gpu_fails_with_a_sentence() -> None:
 # --- memory
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("second_device", "overlap"),
     [("fake cuda 0", False), ("fake cuda 1", True)],
@@ -144,6 +145,7 @@ def test_a_placement_over_the_limit_of_a_device_fails_and_the_others_go_on(overl
         assert torch.cuda.memory_allocated(0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second_device", FAKES[:1], indirect=True)
 def test_gaps_between_tensors_count_against_a_limit_and_are_told() -> None:
     segment = 1 << 20

@@ -59,6 +59,7 @@ def everywhere(workload: Workload) -> tuple[TorchExecutor, list[Placement]]:
     return TorchExecutor(extraction, calls, problem), placements
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_updates_by_gradients_that_are_not_finite_do_not_reach_the_next_step(
     optimizer: str,
@@ -86,6 +87,7 @@ def test_updates_by_gradients_that_are_not_finite_do_not_reach_the_next_step(
             torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow_repeats
 def test_constants_are_only_on_devices_in_use() -> None:
     executor, (on_cpu, there) = everywhere(Workload.of(Table(), (torch.randn(3, 4),)))
     with Measured(executor, rounds=1, warm_up=0) as backend:
@@ -100,6 +102,7 @@ def test_constants_are_only_on_devices_in_use() -> None:
         assert not placed._constants, "as while the unplaced model runs"
 
 
+@pytest.mark.slow_repeats
 def test_tensors_in_reference_cycles_are_gone_before_the_next_placement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

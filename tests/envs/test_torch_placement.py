@@ -91,6 +91,7 @@ def assert_runs_alike(
         torch.testing.assert_close(here.grad.cpu(), there.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("second_device", DEVICES[:2], indirect=True)
 def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(
     tmp_path: Path,
@@ -128,6 +129,7 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(
     assert next(model.left.parameters()).device == second()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
 def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
     extractor: str,
@@ -148,6 +150,7 @@ def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
     assert model.left[0].weight.device == device
 
 
+@pytest.mark.slow
 def test_what_is_timed_with_overlapping_copies_runs_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,6 +176,7 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
     assert "sending(" not in placer.apply(model, found).source
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("extractor", "devices", "message"),
     [
@@ -195,6 +199,7 @@ def test_overlap_is_refused_where_nothing_overlaps(
         placer.apply(model, placement, tokens, extractor=extractor, overlap=True)
 
 
+@pytest.mark.slow
 def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path) -> None:
     model, tokens = build()
     alone = copy.deepcopy(model)(tokens).item()
@@ -250,6 +255,7 @@ def test_a_model_too_large_for_a_gpu_is_placed_and_runs_as_placed() -> None:
     assert_runs_alike(placer.apply(model, found), alone, (tokens, target), loss.detach())
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("peak_bytes", "reserved_bytes", "smaller_bytes"),
     [(80_000, 82_000, 78_200), (50_000, 86_800, 55_200)],
@@ -312,6 +318,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_the_command_takes_devices_of_torch_and_limits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
     assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
 
 
+@pytest.mark.slow
 def test_the_rounds_are_few_where_their_time_is_over(small: Small) -> None:
     step, problem, placements = small
     runtime = TorchRuntime(extract(step), problem.cluster)
@@ -98,6 +99,7 @@ def test_the_rounds_are_few_where_their_time_is_over(small: Small) -> None:
     assert [len(each.wall_s) for each in runs] == 3 * [FEWEST_ROUNDS]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("index", "name"), [(0, "cuda:0"), (2, "cpu")])
 def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
     index: int, name: str, small: Small, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +129,7 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         assert one.peak_memory_bytes.keys() == {"cuda:0", "cpu"}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, IndexError])
 def test_what_a_failed_step_made_is_gone_before_the_next_placement(
     small: Small, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -156,6 +159,7 @@ def test_what_a_failed_step_made_is_gone_before_the_next_placement(
     assert not any(alive)
 
 
+@pytest.mark.slow
 def test_weights_are_sent_again_only_after_another_placement(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +188,7 @@ def test_weights_are_sent_again_only_after_another_placement(
         assert sent[3] >= weights, "the other placement's weights were taken off the devices first"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("steps_s", "expected_s", "ran"),
     [
@@ -222,6 +227,7 @@ def test_what_was_on_a_device_before_is_no_part_of_a_peak(
     assert seen.peak_memory_bytes == {"cuda:0": 7}
 
 
+@pytest.mark.slow
 def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +252,7 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
         assert all(one.ok for one in measurements(backend.evaluate([there, *others])))
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_the_process_with_a_sentence(
     small: Small, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +302,7 @@ def test_with_a_host_ops_are_launched_as_simulated() -> None:
     assert launch_order(problem, schedule) == [2, 0, 1]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("extractor", ["auto", "modules"])
 def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None:

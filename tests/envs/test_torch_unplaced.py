@@ -40,7 +40,7 @@ from tests.helpers.on_torch_devices import everywhere, opened
 from tests.helpers.trained_alike import on_cpu, torch_optimizer, with_optimizer
 from tests.helpers.vdev import TRANSFERS
 
-pytestmark = pytest.mark.usefixtures("second_device")
+pytestmark = [pytest.mark.usefixtures("second_device"), pytest.mark.slow_repeats]
 
 
 # --- measuring

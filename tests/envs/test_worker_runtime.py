@@ -68,6 +68,7 @@ def alternating(problem: Problem) -> Placement:
     return placed_on(problem, np.where(group >= 0, group % 3, 0))
 
 
+@pytest.mark.slow
 def test_placements_are_measured_by_processes_and_the_unplaced_model_here(cluster: Cluster) -> None:
     step = trained()
     extraction, before = extract(step), tiny_models.state_of(step)
@@ -100,6 +101,7 @@ def test_a_placement_that_does_not_fit_fails_and_the_others_go_on(cluster: Clust
     assert other.ok
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_lost_fails_the_placements_on_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_applied_with_these_hosts_it_trains_as_torch_does(cluster: Cluster) -> N
         torch.testing.assert_close(step.model.state_dict()[name], tensor)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("hosts", [(), (Host(devices=NAMES),), ONE_EACH[:2]])
 def test_with_other_hosts_one_process_runs_all_devices(
     hosts: tuple[Host, ...], cluster: Cluster
@@ -179,6 +182,7 @@ def test_what_processes_cannot_run_is_refused(cluster: Cluster) -> None:
         runtime_for(extract(replace(tiny_models.conv_net(), training=False), "modules"), cluster)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("hosts", [(), ONE_EACH[:2], (Host(devices=NAMES[:2]), ONE_EACH[2])])
 def test_a_cluster_without_a_host_for_each_is_simulated_as_the_one_process_that_runs_it(
     hosts: tuple[Host, ...], cluster: Cluster, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import contextlib
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,5 +38,6 @@ def sum_beside_a_late_stream(news: Path) -> list[float]:
         return found
 
 
+@pytest.mark.slow
 def test_a_sum_is_read_when_the_stream_of_every_rank_has_added_its_part(tmp_path: Path) -> None:
     assert on_ranks(2, sum_beside_a_late_stream, tmp_path / "news") == [[3.0] * 3] * 2

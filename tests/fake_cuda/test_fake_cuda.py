@@ -40,6 +40,7 @@ def side_stream(device: torch.device = FIRST) -> torch.cuda.Stream:
 # --- what works
 
 
+@pytest.mark.slow_repeats
 def test_a_model_on_a_fake_device_trains_as_on_the_cpu(machine: Machine) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(

@@ -63,6 +63,7 @@ def total(extraction: Extraction, attribute: str) -> int:
 # --- FLOPs
 
 
+@pytest.mark.slow_repeats
 @EITHER_MODE
 @EVERY_MODEL
 def test_flops_are_those_that_torch_counts_in_a_real_run(name: str, training: bool) -> None:
@@ -83,6 +84,7 @@ def test_heads_that_share_keys_cost_as_much_as_heads_of_their_own() -> None:
     assert call_flops(attention, (queries, keys.repeat(1, 4, 1, 1), keys), {}, queries) == by_hand
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_multiplies_by_its_weights_at_every_step(layer: type[nn.RNNBase]) -> None:
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=layer(3, 5, 2, bidirectional=True))  # type: ignore[arg-type]  # RNNBase itself takes the mode first

@@ -80,6 +80,7 @@ def test_of_a_model_all_trained_parameters_have_their_gradient_once(extractor: s
     assert [arrays.modules[home] for home in found.home] == ["4", "0"]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("make", [conv_net, attention, lstm, tied_weights])
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_a_program_knows_the_ops_that_make_each_gradient(

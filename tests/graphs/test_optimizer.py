@@ -76,6 +76,7 @@ def eager_training(step: Workload, steps: int) -> dict[str, Tensor]:
 # --- updates
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", in_turn([*tiny_models.TRAINING, "other_layouts"]))
 def test_any_model_is_updated_as_by_torch(name: str) -> None:
     make = other_layouts if name == "other_layouts" else tiny_models.STEPS[name]
@@ -112,6 +113,7 @@ def test_training_goes_on_from_a_saved_state() -> None:
         assert_same(state_of(step), expected)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_measuring_costs_often_leaves_every_number_finite(kind: str) -> None:
     """Includes adam's first update, which divides by 0 if its count is 0."""
@@ -125,6 +127,7 @@ def test_measuring_costs_often_leaves_every_number_finite(kind: str) -> None:
 # --- the graph
 
 
+@pytest.mark.slow_repeats
 @EVERY_KIND
 @pytest.mark.parametrize("name", ["conv_net", "tied_weights", "own_loss"])
 def test_sizes_are_those_of_torchs_optimizer(kind: str, name: str) -> None:
@@ -147,6 +150,7 @@ def test_sizes_are_those_of_torchs_optimizer(kind: str, name: str) -> None:
     assert arrays.moved_bytes[updates].sum() == expected
 
 
+@pytest.mark.slow_repeats
 @EVERY_MODEL
 def test_a_gradient_is_counted_once(name: str) -> None:
     """It counts at its parameter's home, not also as the output of the op that makes it."""
@@ -164,6 +168,7 @@ def test_a_gradient_is_counted_once(name: str) -> None:
     assert arrays.gradient_bytes.sum() == expected
 
 
+@pytest.mark.slow_repeats
 @EVERY_MODEL
 def test_an_update_is_at_home_with_all_readers_and_named_after_its_parameter(name: str) -> None:
     extraction = extract(with_optimizer(tiny_models.STEPS[name](), "sgd"))

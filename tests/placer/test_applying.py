@@ -46,6 +46,7 @@ def test_a_placement_that_cannot_be_run_is_refused_at_once(
         placer.apply(Never(), path, torch.ones(2), training=False)
 
 
+@pytest.mark.slow
 def test_a_placement_knows_whether_it_is_of_inference(path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
     search = placer.SearchConfig(budget="10e", policy=None, measure=False)
@@ -62,6 +63,7 @@ def test_a_placement_knows_whether_it_is_of_inference(path: Path) -> None:
             placer.apply(model, placement, (x, x), loss=nn.functional.mse_loss)
 
 
+@pytest.mark.slow
 def test_a_workload_is_applied_and_exported_as_it_was_placed(path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
     step = placer.Workload.of(model, (x, x), nn.functional.mse_loss, optimizer="sgd")

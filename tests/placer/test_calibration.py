@@ -247,6 +247,7 @@ def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cores:
     return Cores(workload, cluster, runtime, Problem.of(graph, cluster))
 
 
+@pytest.mark.slow
 def test_fitted_costs_are_kept_with_the_costs_of_the_step(
     cores: Cores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +271,7 @@ def test_fitted_costs_are_kept_with_the_costs_of_the_step(
     assert evaluation.step_s == pytest.approx(again.best.predicted_s, rel=0.01)
 
 
+@pytest.mark.slow
 def test_costs_are_fitted_to_the_last_runs(cores: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = scaled_problem(cores.problem, {"core": dict.fromkeys(CLASSES, 1.4)})
     turns = iter([slow])  # disturbed runs of all candidates; then the final, on a quiet machine

@@ -180,6 +180,7 @@ def needs_gpu(block: Block, command: Command | None) -> bool:
 # README and simulator search for seconds even where they are quick; slow tests run all of them.
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("page", with_snippets("README", "simulator"), ids=lambda page: page.stem)
 def test_what_is_quick_on_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
     folder()

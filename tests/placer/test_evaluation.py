@@ -112,6 +112,7 @@ def test_what_cannot_be_evaluated_or_extracted_is_refused(
         placer.extract(graph, progress=False)
 
 
+@pytest.mark.slow
 def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere() -> None:
     cluster, workload = toy_pair("near", "far"), layers()
     graph = placer.extract(workload, cluster, progress=False)
@@ -129,6 +130,7 @@ def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere() -> None:
         placer.evaluate(result, workload, cluster, backend="measured", progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_device")
 def test_a_device_map_is_measured_and_predicted() -> None:
     cluster = discover("cuda:0,cpu", {"cuda:0": 1 << 30, "cpu": 1 << 30})
@@ -148,6 +150,7 @@ def test_a_device_map_is_measured_and_predicted() -> None:
     tiny_models.assert_same(tiny_models.state_of(workload), before)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_copied_is_run_with_a_remark() -> None:
     class Single(nn.Linear):
         def __deepcopy__(self, memo: object) -> Single:
@@ -162,6 +165,7 @@ def test_a_model_that_cannot_be_copied_is_run_with_a_remark() -> None:
     assert remark.startswith("Measured steps exclude handing over batch and results")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_device")
 def test_the_host_is_held_to_its_memory_limit() -> None:
     workload = layers()
@@ -209,6 +213,7 @@ def test_a_result_is_measured_with_the_memory_that_was_given_for_it(
     assert evaluation.feasible, evaluation.why
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="devices of this machine are cores")
 def test_a_measured_backend_runs_several_placements_in_the_same_rounds() -> None:
     core = discover("auto").names[0]

@@ -136,11 +136,13 @@ def _answer(*arguments: str) -> dict[str, Any]:
     return {"exit_code": code, **json.loads(output.getvalue())}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("case", in_turn(CASES, slow=[case for case in CASES if "unequal" in case]))
 def test_every_objective_is_optimized_and_simulated_as_before(case: str) -> None:
     assert text(answers(case)).splitlines() == golden(case).read_text().splitlines()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_placed_model_has_the_same_losses_as_before(model: str) -> None:

@@ -46,6 +46,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "graph.json", tmp_path / "cluster.toml"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [

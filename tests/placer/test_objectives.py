@@ -26,6 +26,7 @@ from tests.helpers.random_problems import random_problem
 from tests.helpers.simulator_cases import Case, one_kind, problem_of, random_case
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "search",
     [

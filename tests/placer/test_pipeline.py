@@ -69,6 +69,7 @@ def test_a_plug_in_with_the_name_of_a_heuristic_replaces_none() -> None:
     assert sorted(kinds, key=str) == sorted([Kind.ETF, Kind.OTHER], key=str)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**7))
 def test_a_schedule_that_priorities_repeat_is_not_simulated_again(seed: int) -> None:
@@ -176,6 +177,7 @@ def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
     assert again.step_s == pytest.approx(result.best.predicted_s, rel=0, abs=1e-15)
 
 
+@pytest.mark.slow
 @two_cores
 def test_a_placement_on_one_set_of_cores_is_the_model_as_it_is(tmp_path: Path) -> None:
     step = replace(tiny_models.conv_net(), optimizer=placer.Optimizer(kind="sgd"))
@@ -211,6 +213,7 @@ class Remarks(Silent):
         self.texts += [text] if text else []
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("memory", "is_said"), [({}, False), (15, True), (4000, False)])
 def test_what_workers_hold_of_a_limit_of_memory_is_said(memory: Any, is_said: bool) -> None:
     core = f"core:{min(os.sched_getaffinity(0))}"
@@ -223,6 +226,7 @@ def test_what_workers_hold_of_a_limit_of_memory_is_said(memory: Any, is_said: bo
     assert all(f"ops may use {human_bytes(room)}" in text for text in said)
 
 
+@pytest.mark.slow
 def test_what_libraries_hold_of_a_limit_of_memory_of_a_gpu_is_said() -> None:
     limits = {"cuda:0": "400MiB", "cpu": "1GiB"}
     remarks = Remarks()
@@ -233,6 +237,7 @@ def test_what_libraries_hold_of_a_limit_of_memory_of_a_gpu_is_said() -> None:
     assert said.startswith("On cuda:0 134.2 MB are for libraries")
 
 
+@pytest.mark.slow
 def test_the_unplaced_model_is_a_candidate_unless_pins_forbid_it_or_nothing_is_run() -> None:
     job = Job.of(tiny_models.conv_net(), "core:0,core:1", search=SearchConfig(measure=False))
     step = costed_step(job, Silent())

@@ -143,6 +143,7 @@ def test_remarks_say_what_is_impossible_scattered_and_wrongly_predicted() -> Non
     assert result.main_remarks == [impossible, scatter]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("names", "hand_over_s", "applies"),
     [

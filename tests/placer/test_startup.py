@@ -42,6 +42,7 @@ def output(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_package_of_the_same_name_is_reported(site: Path, tmp_path: Path) -> None:
     done = run(site, tmp_path, "import placer, envs, graphs; print(placer.__version__)")
     assert done.returncode == 0, done.stderr
@@ -59,6 +60,7 @@ def test_a_package_of_the_same_name_is_reported(site: Path, tmp_path: Path) -> N
         assert last.startswith(f"ImportError: placer needs its own package {name!r}")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("imports", "found"),
     [

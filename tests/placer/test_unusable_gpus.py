@@ -66,6 +66,7 @@ def target(tmp_path: Path) -> str:
     return f"{path}:build"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("extractor", ["export", "modules"])
 def test_the_cpu_alone_is_used_where_cuda_counts_devices_without_being_usable(
     extractor: str, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("visible", ["", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"])
 def test_a_gpu_that_is_named_but_hidden_is_the_fault_of_the_machine(
@@ -120,6 +122,7 @@ def test_a_gpu_that_is_named_but_hidden_is_the_fault_of_the_machine(
     assert line.endswith(f" sees no cuda devices with CUDA_VISIBLE_DEVICES={visible!r}")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("command", ["optimize", "evaluate", "machine"])
 def test_more_memory_than_is_free_is_the_fault_of_the_machine(
     command: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -136,6 +139,7 @@ def two_kinds(machine: Machine) -> None:
     machine.names[1] = "another fake"
 
 
+@pytest.mark.slow
 def test_gpus_of_two_kinds_have_costs_of_their_own() -> None:
     with fake_cuda(2) as machine:
         two_kinds(machine)
@@ -188,6 +192,7 @@ def in_buses(patch: pytest.MonkeyPatch, lose: Callable[[], None]) -> None:
     patch.setattr(torch_speeds, "_wait_for_each_other", losing)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("when", [in_calibration, in_copies, in_buses, in_profile])
 def test_a_gpu_that_is_lost_before_the_search_ends_it_with_a_sentence(
     when: Callable[..., None],
@@ -234,6 +239,7 @@ def with_fixed_costs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(calls._Profiler, "cost", lambda *_: (forward, backward))
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_only_device_in_a_run_ends_the_search_with_a_sentence(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +252,7 @@ def test_the_loss_of_the_only_device_in_a_run_ends_the_search_with_a_sentence(
     )
 
 
+@pytest.mark.slow
 def test_the_search_goes_on_without_a_gpu_that_is_lost_in_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,6 +105,7 @@ def test_what_is_no_map_is_refused(tmp_path: Path, content: str, message: str) -
         load_warm_start(path)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
@@ -145,6 +146,7 @@ def inferring(model: nn.Module, extractor: str = "auto") -> Extraction:
     return extract(Workload.of(model, torch.randn(3, 4), training=False), extractor)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("model", "devices", "words"),
     [
@@ -177,6 +179,7 @@ def test_layers_in_a_chain_have_no_conflict_in_a_graph_of_modules() -> None:
     assert chain.conflict(extract(layers(), "modules")) == ""
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("of_calls", [False, True])
 def test_what_reads_a_tensor_of_a_map_runs_where_the_map_has_it(of_calls: bool) -> None:
     extraction = inferring(around())
@@ -230,6 +233,7 @@ def test_dispatch_model_treats_entries_of_tensors_as_reported() -> None:
         loaded(torch.randn(3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_device")
 def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
     devices = {"0": "cuda:0", "2": "cpu"}

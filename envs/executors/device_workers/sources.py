@@ -124,9 +124,6 @@ class _Writer:
     def finished(self) -> StepSources:
         for position, result in enumerate(self.program.results):
             if isinstance(result, Ref) and not self._is_input(result.value):
-                for value in self._needed([result.value]):  # a state that no placed call reads
-                    if value in self.sources and not self._is_anywhere(value):
-                        self.homes.setdefault(value, 0)
                 self._give(position, result.value)
         sources = []
         for d in range(len(self.devices)):
@@ -288,9 +285,9 @@ class _Writer:
         return value in self.sources and self.sources[value].role not in STATE_ROLES
 
     def _holder(self, value: int) -> int:
-        """Return the device that makes a value or is its home."""
-        if value in self.homes:
-            return self.homes[value]
+        """Return the device that makes a value or is its home: the first of unread states."""
+        if value in self.sources:
+            return self.homes.setdefault(value, 0)
         return self.places[self.program.calls[self.producers[value]].key]
 
 

@@ -174,7 +174,7 @@ class Flow(Units):
         """Record what autograd has saved for the backward pass of a unit."""
         for tensor in _saved(node):
             key = self._key(tensor)
-            if key not in self.state and key not in self.inputs:
+            if key in self.maker or not (self._is_known(tensor) or key in self.constants):
                 self.kept[self.maker.setdefault(key, unit), unit][key] = bytes_of(tensor)
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@
 
     [length]                       # of each seed
     decodes = 350_000              # the same on every machine; or instead
-    # seconds = 100.0              # of processor time
+    # seconds = 100.0              # see Length
 
     [ppo]                          # see Ppo
 

@@ -106,7 +106,8 @@ class Learner:
         if not bool(((low <= log_std) & (log_std <= high)).all()):
             raise FloatingPointError(
                 f"the training diverged after {self.decodes} decodes: deviations of actions are "
-                f"not within exp({low:g}) .. exp({high:g}) any more; lower ppo.entropy"
+                f"not within exp({low:g}) .. exp({high:g}) any more; lower "
+                f"ppo.entropy or ppo.learning_rate"
             ) from None
 
     def save(self) -> Saved:

@@ -132,6 +132,7 @@ def test_another_process_on_a_core_shows_while_it_is_calibrated(
     assert load_cluster(tmp_path / "cluster.toml") == cluster
 
 
+@pytest.mark.slow
 def test_every_op_has_a_cost() -> None:
     extraction = extract(tiny_models.conv_net())
     reports: list[tuple[int, int]] = []
@@ -253,6 +254,7 @@ def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path, measured: lis
     assert len(measured) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_once_while_costs_are_measured_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

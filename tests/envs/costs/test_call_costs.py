@@ -45,7 +45,7 @@ from graphs.optimizer import Optimizer
 from tests.helpers import tiny_models
 from tests.helpers.clusters import linked, pair
 
-pytestmark = pytest.mark.usefixtures("second_device")
+pytestmark = [pytest.mark.usefixtures("second_device"), pytest.mark.slow_repeats]
 KIND = "cuda:fake"
 QUICK = {
     name: tiny_models.STEPS[name]

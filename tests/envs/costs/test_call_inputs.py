@@ -148,6 +148,7 @@ def test_a_call_that_has_no_room_for_copies_is_timed_without() -> None:
     assert (costs >= 0).all()  # and none is nan
 
 
+@pytest.mark.slow
 def test_products_of_activations_are_other_calls_than_those_with_parameters() -> None:
     class Product(nn.Module):
         def __init__(self, *, owned: bool) -> None:

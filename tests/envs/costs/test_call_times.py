@@ -136,6 +136,7 @@ def test_launches_of_other_devices_are_unknown() -> None:
     assert math.isnan(found.launch_s)
 
 
+@pytest.mark.slow
 def test_costs_of_calls_and_of_their_launches_are_kept_apart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

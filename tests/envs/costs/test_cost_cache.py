@@ -61,6 +61,7 @@ def test_a_session_of_unknown_noise_counts_as_noisy(cache: CostCache) -> None:
     assert cost_s(cache) == 5.0
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.tuples(SPREADS, st.dictionaries(st.sampled_from("ab"), COSTS_S)), max_size=8))
 def test_what_is_known_is_what_the_rule_says(

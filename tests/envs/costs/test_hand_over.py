@@ -39,6 +39,7 @@ def _mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [False, True])
 def test_hand_overs_are_measured_on_a_copy_of_the_model(training: bool) -> None:
     extraction = of(4, 5, training=training)
@@ -62,6 +63,7 @@ def test_a_model_that_cannot_be_copied_has_no_time() -> None:
     assert not profile_hand_over(extraction, [device])[device.kind].any()
 
 
+@pytest.mark.slow
 def test_the_time_depends_on_the_tensors_that_are_handed_over() -> None:
     first, same, larger = of(4, 5), of(4, 5), of(8, 5)
     assert hand_over_signature(first) == hand_over_signature(same)

@@ -72,6 +72,7 @@ def of(model: nn.Module, *shape: int) -> Extraction:
 # --- signatures
 
 
+@pytest.mark.slow
 def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> None:
     class Calls(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -324,6 +325,7 @@ def test_the_step_runs_alone_and_on_all_cores_at_once() -> None:
     assert reports == [(i + 1, 5) for i in range(5)]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("long_step_s", "repeats"), [(np.inf, 5), (0.0, 3)])
 def test_long_steps_are_run_less_often(
     long_step_s: float, repeats: int, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ NOT_ON_CORES: Final = {
 }
 """Models with dropout, of which workers draw their own."""
 INFERENCE: Final = sorted(tiny_models.INFERENCE.keys() - {"decaying_weight_inference"})
+pytestmark = pytest.mark.slow_repeats
 TRAINING: Final = [n for n in (*STEPS, *FURTHER) if n not in tiny_models.INFERENCE]
 
 

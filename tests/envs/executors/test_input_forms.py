@@ -72,6 +72,7 @@ RUNNERS: dict[str, Callable[[Extraction], Any]] = {
     "hooks": lambda extraction: by_modules(extraction, ["cpu"]),
     "unplaced": lambda extraction: UnplacedModel(extraction, CORES[:1]),
 }
+pytestmark = pytest.mark.slow_repeats
 EXTRACTORS = {"torch devices": "auto", "hooks": "modules", "unplaced": "auto"}
 
 

@@ -64,6 +64,7 @@ print(working, idle, threads())
 """
 
 
+@pytest.mark.slow
 def test_large_tensors_are_no_longer_mapped_and_given_back_one_by_one() -> None:
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("needs glibc 2.33")
@@ -72,6 +73,7 @@ def test_large_tensors_are_no_longer_mapped_and_given_back_one_by_one() -> None:
     assert (is_set, after) == ("True", "0")
 
 
+@pytest.mark.slow
 def test_threads_that_wait_for_work_end_and_start_again() -> None:
     if not hasattr(ctypes.CDLL(None), "omp_pause_resource_all"):
         pytest.skip("needs OpenMP 5.0")

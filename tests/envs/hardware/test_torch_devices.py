@@ -162,6 +162,7 @@ NO_GPUS = "from envs.hardware.discover import discover; print(discover('auto').n
 REFUSED = "discover('cuda:0')"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("visible", ["", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-5c3e"])
 def test_without_a_visible_gpu_there_are_cores(visible: str) -> None:
     done = subprocess.run(

@@ -90,6 +90,7 @@ def holds(problem: Problem, schedule: Schedule, holder: Holder, part: Stretch) -
     return int(ends.sum())
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("count", "once"),
     [(50_000, True), (50_000, False), pytest.param(10**6, True, marks=pytest.mark.slow)],

@@ -137,6 +137,7 @@ def assert_equals_twin(case: Case) -> None:
         assert cause < 0 or schedule.end_ns[cause] <= schedule.start_ns[i]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("large", "examples"),
     [(False, 200), (True, 4), pytest.param(False, 5000, marks=pytest.mark.slow)],

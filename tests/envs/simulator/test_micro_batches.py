@@ -225,6 +225,7 @@ def twin_equals(seed: int) -> str:
     return "ran" if m <= in_flight else "gated"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "block", [*range(3), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 30))]
 )

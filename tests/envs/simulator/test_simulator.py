@@ -134,6 +134,7 @@ def test_random_cases_cover_every_option() -> None:
 SEEDS = st.integers(0, 2**32)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("large", "examples"),
     [

@@ -82,6 +82,7 @@ def assert_same_output(found: Any, expected: Any) -> None:
             assert one == two
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("name", "extractor"),
     [
@@ -104,6 +105,7 @@ def with_past(model: nn.Module, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in named else "past_key_values": cache}
 
 
+@pytest.mark.slow
 def test_a_single_step_with_a_past_takes_and_returns_a_cache() -> None:
     model = model_of("Llama")
 
@@ -118,6 +120,7 @@ def test_a_single_step_with_a_past_takes_and_returns_a_cache() -> None:
     assert output.past_key_values.get_seq_length() == 7
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("encoded", ["tokens", "output", "tuple"])
 @pytest.mark.parametrize("name", ["Bart", pytest.param("T5", marks=pytest.mark.slow)])
 def test_a_single_step_of_an_encoder_decoder_takes_and_returns_a_cache(

@@ -46,6 +46,7 @@ def group_of(graph: nx.DiGraph[str], node: str) -> str | None:
     return attributes_of(graph, node)["colocate"]
 
 
+@pytest.mark.slow_repeats
 @EVERY
 def test_nodes_are_calls_that_keep_sums_phases_and_groups(name: str) -> None:
     extraction, found = extracted(name), calls_of(name)
@@ -70,6 +71,7 @@ def test_nodes_are_calls_that_keep_sums_phases_and_groups(name: str) -> None:
         assert len(nodes) == 1 or groups != {None}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", in_turn(["conv_net", "norm_twice", "separate_moe"]))
 def test_two_extractions_agree_in_every_node(name: str) -> None:
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def experts_step() -> Workload:
     return Workload.of(Experts(), (X, X.flip(0)), squared)
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_experts_that_were_hit_is_recorded_and_says_what_it_reads() -> None:
     step = experts_step()
     extraction = extract(step)
@@ -106,6 +107,7 @@ def weighing(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("function", [branching, listing, masking, weighing])
 def test_a_line_that_reads_values_is_named(function: Callable[..., Tensor]) -> None:
     extraction = extract(linear_step(function), "dispatch")
@@ -155,6 +157,7 @@ class Average(nn.Module):
         return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("extractor", ["export", "dispatch"])
 @pytest.mark.parametrize("nested", [False, True], ids=["its own", "of a submodule"])
@@ -285,6 +288,7 @@ def aligned(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("function", [keyed, aligned])
 def test_texts_of_values_are_recorded(function: Callable[..., Tensor], training: bool) -> None:
@@ -300,6 +304,7 @@ def test_what_is_computed_outside_of_torch_is_refused_with_its_line(read: Any) -
         extract(step, "dispatch")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("training", "total_length", "batch_first"),
     [(True, None, True), (True, 7, False), (False, None, False), (False, 7, True)],
@@ -331,6 +336,7 @@ def padding(m: Any, packed: Any) -> Any:
     return pad_packed_sequence(m.rnn(packed)[0])[0].sum()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_packed_sequences_are_inputs_and_outputs(training: bool, bidirectional: bool) -> None:

@@ -64,6 +64,7 @@ class Runs:
 # --- who computes something else is not told
 
 
+@pytest.mark.slow_repeats
 @either
 def test_a_model_that_computes_something_else_under_export_is_not_told_of_it(
     training: bool,
@@ -97,6 +98,7 @@ def knows(x: Tensor) -> bool:
     return bool(is_exporting()) | isinstance(x, FakeTensor)
 
 
+@pytest.mark.slow_repeats
 @either
 def test_a_model_that_sees_otherwise_that_it_is_traced_is_recorded(training: bool) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
@@ -128,6 +130,7 @@ def other_buffer(m: Any, x: Tensor) -> Any:
     return m.linear(x)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("function", "what"),
     [
@@ -141,6 +144,7 @@ def test_gradients_and_buffers_are_compared_as_well(function: Function, what: st
         extract(step_of(function, before=nn.Linear(8, 8)), "export")
 
 
+@pytest.mark.slow
 def test_other_outputs_are_a_difference() -> None:
     def more(m: Any, x: Tensor) -> Any:
         y = m.linear(x)
@@ -173,6 +177,7 @@ def encoder(**options: Any) -> Workload:
     return Workload.of(model, inputs, training=False)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("extractor", ["export", "dispatch"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_torch_encoder_whose_padding_becomes_zeros_is_refused(extractor: str) -> None:
@@ -218,6 +223,7 @@ def test_paligemma_with_a_mask_of_ones_is_not_exported(training: bool) -> None:
 # --- what does not differ is
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_that_asks_without_effect_is_exported(way: str, training: bool) -> None:
@@ -233,6 +239,7 @@ def test_a_model_that_asks_without_effect_is_exported(way: str, training: bool) 
     one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow_repeats
 @either
 def test_a_model_that_does_not_ask_is_not_run(training: bool) -> None:
     function = Runs(lambda m, x: m.norm(m.linear(x)).relu())
@@ -250,6 +257,7 @@ def test_a_model_that_asks_what_torch_answers_as_always_is_not_run() -> None:
     one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow
 def test_rounding_is_no_difference() -> None:
     def summed(m: Any, x: Tensor) -> Tensor:
         y: Tensor = m.linear(x)

@@ -61,6 +61,7 @@ def test_edges_carry_the_part_that_is_read_not_the_whole() -> None:
     assert graph.edges[":slice", ":mul"]["bytes"] == 4 * 4 * 3
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", ["conv_net", "norm_twice", "views"])
 def test_a_backward_op_differentiates_an_op_of_its_module(name: str) -> None:
     extraction = extracted(name)
@@ -91,6 +92,7 @@ LOOKED_UP = 8 * 3 + 4 * (3 * 8) + 4 * (3 * 8)
 """Indices, the rows of the table that are read, and the result."""
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("forward", "x", "expected"),
     [
@@ -132,6 +134,7 @@ def halves() -> Workload:
     return Workload.of(Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), X)
 
 
+@pytest.mark.slow
 def test_calls_that_share_a_parameter_or_buffer_and_parts_of_a_tensor_stay_together() -> None:
     norms = nn.Sequential(nn.Linear(8, 8), *[nn.BatchNorm1d(8)] * 3)
     twice = {f"norm{call}:_native_batch_norm_legit_functional" for call in ("", "@1")}

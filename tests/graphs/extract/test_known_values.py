@@ -172,6 +172,7 @@ def each(functions: tuple[Callable[..., Any], ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("function", functions, ids=lambda one: str(one.__name__))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @each(DECIDED)
 def test_a_value_that_no_data_decides_is_known_to_an_export(
@@ -186,6 +187,7 @@ def test_a_value_that_no_data_decides_is_known_to_an_export(
     one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow_repeats
 @each((*DECIDED, uniform_drawn))
 def test_a_recording_of_reads_that_no_data_decides_holds_for_any_data(
     function: Callable[..., Any],
@@ -195,6 +197,7 @@ def test_a_recording_of_reads_that_no_data_decides_holds_for_any_data(
     one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("extractor", ["auto", "dispatch"])
 @each(OPEN)
 def test_other_reads_still_depend_on_data(function: Callable[..., Any], extractor: str) -> None:

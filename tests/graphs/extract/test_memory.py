@@ -99,6 +99,7 @@ LEAST, MOST = 0.85, 1.2
 SLOW = ("large_vocabulary", "nasnet", "nmt", "resnet", "separate_moe")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in STEPS]
 )

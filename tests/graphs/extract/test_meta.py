@@ -25,6 +25,7 @@ CASES += [(name, "dispatch") for name in ("norm_twice", "views")]
 CASES += [(name, "modules") for name in ("norm_twice", "views")]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize(("name", "extractor"), CASES)
 def test_a_model_on_meta_has_the_graph_of_the_real_one(

@@ -115,6 +115,7 @@ class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 # --- results
 
 
+@pytest.mark.slow_repeats
 @EXACT
 def test_a_step_is_bit_for_bit_that_of_autocast(name: str) -> None:
     one_process.assert_runs_as_eager(extracted(name), exact=True)
@@ -126,6 +127,7 @@ RECORDED = [(name, "dispatch") for name in ("conv_net", "attention", "asks_for_i
 """Every reader of a parameter casts it again, so that its gradient is rounded more often."""
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("name", "extractor"), [*ROUNDED, *RECORDED])
 def test_some_steps_differ_from_autocast_by_rounding(name: str, extractor: str) -> None:
     extraction = extracted(name, extractor)
@@ -166,6 +168,7 @@ def test_workers_train_as_autocast_does() -> None:
 # --- the graph
 
 
+@pytest.mark.slow_repeats
 @EXACT
 def test_the_casts_are_those_that_autocast_makes(name: str) -> None:
     """Each parameter once, whatever its number of readers, and as many again in backward."""

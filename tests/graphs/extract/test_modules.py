@@ -145,6 +145,9 @@ def test_constants_that_a_module_reads_come_after_nothing() -> None:
     model = Plain(lambda m, x: m.left(x) + m.masked(x), **branches)
     step = Workload.of(model, torch.ones(2, 4), training=False)
     graph = extract(step, "modules").graph
+    trained = Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared)
+    kept = extract(trained, "modules").graph
+    assert kept.nodes["masked:Masked"]["saved_bytes"] == 0
     [last] = [op_id for op_id in graph if not graph.out_degree(op_id)]
     assert graph.in_degree(last) == len(graph.edges) == 2
     assert [graph.edges[edge]["bytes"] for edge in graph.edges] == [32, 32]

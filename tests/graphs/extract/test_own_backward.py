@@ -105,6 +105,7 @@ def test_a_checkpointed_step_counts_what_is_computed_again_and_saves_less() -> N
     assert saved < sum(data["saved_bytes"] for _, data in plain.graph.nodes(data=True))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("function", [checkpointed, reentrant, rounded])
 def test_inference_has_no_backward_pass_to_settle(function: Callable[..., Any]) -> None:
     extraction = extract(two_layers(function, training=False))
@@ -148,6 +149,7 @@ def test_a_loss_without_a_backward_pass_is_a_fault_of_the_step(extractor: str) -
     assert "torch.no_grad()" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_only_tracing_cannot_see_is_no_fault_of_the_step() -> None:
     def either(m: Any, x: Tensor) -> Any:
         return torch.cond(x.sum() > 0, m.first, m.second, (x,))
@@ -263,6 +265,7 @@ def by_hook(m: Any, x: Tensor) -> Any:
     return m.second(y)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("function", "writer"),
     [

@@ -47,6 +47,7 @@ def exported_once(name: str) -> Extraction:
     return exported(STEPS[name])
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", STEPS)
 def test_its_own_backward_is_that_of_the_step(name: str) -> None:
     extraction = copied(exported_once(name))
@@ -118,6 +119,7 @@ def product_beside_a_layer(m: Any, x: Tensor) -> Any:
     return m.second(x) + Product.apply(m.first(x), m.second.weight) + m.second(m.first(x))  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("function", [STEPS["keyword"], product_beside_a_layer])
 def test_functions_run_under_autocast_as_in_eager_mode(function: Callable[..., Any]) -> None:
     step = replace(own_step(function), dtype="bf16")
@@ -332,6 +334,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_more_than_a_computation_on_its_arguments_is_recorded(name: str) -> None:
     function, reason = REFUSED[name]

@@ -40,6 +40,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", READS)
 def test_what_reads_a_plain_tensor_is_exported(name: str) -> None:
     step = step_of(READS[name])

@@ -60,6 +60,7 @@ def ops(extraction: Extraction) -> Counter[str]:
     return Counter(data["op"] for _, data in extraction.graph.nodes(data=True))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("state", "extractor"),
     [
@@ -83,6 +84,7 @@ def test_an_lstm_trains_by_one_kernel_for_each_layer_and_direction(
     one_process.assert_runs_as_eager(extraction, exact=not rounded)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("extractor", ["export", pytest.param("dispatch", marks=pytest.mark.slow)])
 def test_an_lstm_that_eager_mode_trains_cell_by_cell_is_traced_so(extractor: str) -> None:
@@ -106,6 +108,7 @@ def test_other_layers_train_by_the_ops_of_their_cells(
     one_process.assert_runs_as_eager(extraction, exact=True)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_of_a_grus_inputs_are_no_sums(bias: bool) -> None:
     found = ops(extract(step_of(nn.GRU, bias=bias)))
@@ -114,6 +117,7 @@ def test_gradients_of_a_grus_inputs_are_no_sums(bias: bool) -> None:
     assert found["sum"] <= cells + others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "extractor"),
     [
@@ -147,6 +151,7 @@ def test_a_frozen_layer_has_no_backward() -> None:
     one_process.assert_runs_as_eager(extraction, exact=True)
 
 
+@pytest.mark.slow
 def test_the_workspace_has_the_size_that_the_kernel_gives_it_and_stays_on_the_device() -> None:
     extraction = extract(step_of(nn.LSTM, num_layers=2))
     graph, program = extraction.graph, extraction.program
@@ -167,6 +172,7 @@ def test_the_workspace_has_the_size_that_the_kernel_gives_it_and_stays_on_the_de
         assert groups[0] == groups[1] is not None
 
 
+@pytest.mark.slow
 def test_a_graph_does_not_depend_on_the_cache_of_fake_tensors() -> None:
     """Cached results are distinct tensors; torch's fake kernel returns one tensor twice."""
     FakeTensorMode.cache_clear()
@@ -186,6 +192,7 @@ def test_torch_traces_as_before_afterwards() -> None:
     assert [getattr(decompositions, name) for name in names] == before
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_workers_train_recurrent_layers_as_eager_mode_does(kind: type[nn.RNNBase]) -> None:
     extraction = extract(step_of(kind, num_layers=2, bidirectional=True))

@@ -108,6 +108,7 @@ def conditional(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("function", "reason"),
@@ -149,6 +150,7 @@ def lazy(training: bool) -> Workload:
     return Workload.of(nn.Sequential(nn.LazyLinear(8)), (X, X), squared, training=training)
 
 
+@pytest.mark.slow_repeats
 @EVERY_WAY
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -180,6 +182,7 @@ def test_a_fault_of_the_step_is_told_once(
     assert "no extractor takes" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_sparse_tables_are_no_fault_where_they_are_not_trained() -> None:
     step = table(nn.Embedding)
     assert extract(Workload.of(step.model, step.inputs, training=False)).graph
@@ -196,6 +199,7 @@ def test_a_model_that_fails_by_itself_is_refused_with_its_own_reason(device: str
     assert "no extractor takes" not in str(refused.value)
 
 
+@pytest.mark.slow_repeats
 @EVERY_WAY
 def test_what_fails_under_autocast_only_is_told_to_leave_it(extractor: str) -> None:
     def correlated(m: Any, x: Tensor) -> Tensor:
@@ -295,6 +299,7 @@ class Remembering(nn.Module):
         return y
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_attributes_of_a_model_are_left_as_they_were(extractor: str, device: str) -> None:
@@ -371,6 +376,7 @@ def test_quantized_models_are_refused(
         extract(step, extractor)
 
 
+@pytest.mark.slow
 def test_last_states_of_an_lstm_have_their_shapes_or_are_refused() -> None:
     step = Workload.of(nn.LSTM(4, 6, proj_size=3), torch.randn(5, 2, 4), training=False)
     shapes = []

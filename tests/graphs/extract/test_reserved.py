@@ -35,6 +35,7 @@ class Named(nn.Module):
         return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", LIKELY)
 def test_inference_is_exported_whatever_submodules_are_called(name: str) -> None:
     steps = [Workload.of(Named(own), (torch.ones(3, 4),), training=False) for own in (name, "last")]
@@ -47,6 +48,7 @@ def test_inference_is_exported_whatever_submodules_are_called(name: str) -> None
     assert "norm.running_mean" in {source.name for source in odd.program.sources}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", [*LIKELY, "recompile"])
 def test_torch_fails_where_a_name_is_reserved_and_the_path_is_told(name: str) -> None:
     model = nn.Sequential(Named(name), nn.Linear(4, 4))

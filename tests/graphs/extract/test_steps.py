@@ -65,6 +65,7 @@ def total(extraction: Extraction, attribute: str) -> int:
     return sum(data[attribute] for _, data in extraction.graph.nodes(data=True))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("name", "extractor", "training"), CASES)
 def test_a_step_computes_what_torch_computes(name: str, extractor: str, training: bool) -> None:
     extraction = extracted(name, extractor, training)
@@ -120,6 +121,7 @@ def assert_backward_ops_are_with_their_forward_ops(extraction: Extraction) -> No
             assert nodes[forward_op]["colocate"] == data["colocate"] is not None
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_any_placement_gives_the_same_views(data: st.DataObject) -> None:
@@ -134,6 +136,7 @@ def test_any_placement_gives_the_same_views(data: st.DataObject) -> None:
     assert_same(found.gradients, expected.gradients)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "name", ["conv_net", "tied_weights", "norm_twice", "views", "lstm", "dlrm"]
 )
@@ -153,6 +156,7 @@ def test_saved_bytes_of_modules_are_what_autograd_saves(name: str) -> None:
     assert total(extraction, "saved_bytes") == pytest.approx(saved_bytes(extraction.step), rel=0.1)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("extractor", EXTRACTORS)

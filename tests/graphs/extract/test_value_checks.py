@@ -43,6 +43,7 @@ def each(functions: tuple[Callable[..., Tensor], ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("function", functions, ids=lambda one: str(one.__name__))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @each(CHECKS)
 def test_a_model_that_checks_values_is_exported(
@@ -59,6 +60,7 @@ def test_a_model_that_checks_values_is_exported(
         one_process.assert_runs_as_eager(given)
 
 
+@pytest.mark.slow_repeats
 @each(CHECKS)
 def test_a_recording_of_a_model_that_checks_values_holds_for_any_data(
     function: Callable[..., Tensor],
@@ -72,6 +74,7 @@ def test_a_recording_of_a_model_that_checks_values_holds_for_any_data(
     )
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("extractor", ["auto", "dispatch"])
 @each(STEERING)
 def test_what_steers_the_model_still_depends_on_data(
@@ -87,6 +90,7 @@ def test_what_steers_the_model_still_depends_on_data(
 FAILING = [one for one in CHECKS if one.__name__ not in ("warning", "warned", "printing")]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("extractor", ["auto", "export", "dispatch"])
 @each(tuple(one for one in FAILING if one is not checking_models.searching))
 def test_a_check_that_fails_on_the_example_is_an_error(
@@ -108,6 +112,7 @@ def test_one_remark_names_the_lines_of_checks_that_a_placed_step_does_not_make()
     assert f'File "{checking_models.__file__}", line {line}, in raising' in remark
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_a_forward_pass_alone_leaves_checks_out_as_well(training: bool) -> None:
     program = forward_alone(step_of(checking_models.raising, training=training))
@@ -115,6 +120,7 @@ def test_a_forward_pass_alone_leaves_checks_out_as_well(training: bool) -> None:
     assert [call.op for call in program.calls] == [call.op for call in plain.calls]
 
 
+@pytest.mark.slow
 def test_a_placed_model_runs_other_data_than_the_checks_have_seen() -> None:
     extraction = extract(step_of(checking_models.comparing, training=True))
     step, count = extraction.step, extraction.program.op_count
@@ -126,6 +132,7 @@ def test_a_placed_model_runs_other_data_than_the_checks_have_seen() -> None:
             torch.testing.assert_close(found, expected.detach())
 
 
+@pytest.mark.slow
 def test_checks_of_transformers_are_left_out() -> None:
     pytest.importorskip("transformers")
     for training in (True, False):
@@ -139,6 +146,7 @@ def test_checks_of_transformers_are_left_out() -> None:
         one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow
 def test_a_warning_of_transformers_makes_nothing_depend_on_data() -> None:
     pytest.importorskip("transformers")
     step = step_of(checking_models.warning_by_transformers, training=True)
@@ -148,6 +156,7 @@ def test_a_warning_of_transformers_makes_nothing_depend_on_data() -> None:
     one_process.assert_runs_as_eager(extraction)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_checks_by_torch_only() -> None:
     step = step_of(checking_models.checking_all, training=True)
     step.model.to("meta")

@@ -38,6 +38,7 @@ BOTTOM = (13 + 1) * 512 + (512 + 1) * 256 + (256 + 1) * 64 + (64 + 1) * 16
 TOP = (16 + 27 * 26 // 2 + 1) * 512 + (512 + 1) * 256 + 256 + 1
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("make", "parameters"),
     [
@@ -59,6 +60,7 @@ def test_published_parameter_counts(make: Callable[[], nn.Module], parameters: i
         assert parameter_count(make()) == parameters
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("make", "pixels", "shapes"),
     [
@@ -199,6 +201,7 @@ def test_moe_has_the_published_parameter_count(stacked: bool) -> None:
     assert parameter_count(model) + 31 * layer == 46_702_792_704
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1000),
     experts=st.integers(1, 5),

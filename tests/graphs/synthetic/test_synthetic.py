@@ -100,6 +100,7 @@ def test_layered_ops_read_earlier_layers_only(
     assert all(graph.in_degree(op_id) >= 1 for op_id in graph if layer[op_id] > 0)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("family", [*FAMILIES, None])
 @given(seed=SEEDS, max_ops=st.integers(FEWEST_OPS, 400))
 @settings(max_examples=12)
@@ -145,6 +146,7 @@ def test_smallest_and_largest_members_of_a_family_keep_to_its_limits(
         assert MIN_OPS <= len(graph) <= FEWEST_OPS, f"{highest:b}"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("family", ["nmt", "moe", "transformer"])
 def test_models_are_larger_than_usual_where_there_is_room(family: str) -> None:
     def largest(max_ops: int) -> int:

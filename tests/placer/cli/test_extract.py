@@ -105,6 +105,7 @@ def test_a_model_is_extracted_with_measured_costs_and_its_graph_optimized(
     assert len({d for op_id, d in device_of.items() if modules[op_id] == "0"}) == 1
 
 
+@pytest.mark.slow
 def test_a_model_is_placed_on_a_cluster_that_is_only_partly_here(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_model_is_placed_on_a_cluster_that_is_only_partly_here(
     assert set(json.loads(placement.read_text())["devices"].values()) == {CORE}
 
 
+@pytest.mark.slow
 def test_without_costs_nothing_is_measured(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +147,7 @@ def test_without_costs_nothing_is_measured(
     assert "Costs are unknown" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_extracted_without_costs_and_never_run(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +159,7 @@ def test_a_model_on_meta_is_extracted_without_costs_and_never_run(
         assert "on the meta device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_optimizer_and_dtype_are_part_of_the_step(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +213,7 @@ def test_what_no_extractor_takes_is_told_in_whole_sentences(
     assert "..." not in error
 
 
+@pytest.mark.slow
 def test_a_graph_of_modules_is_measured_on_cores(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

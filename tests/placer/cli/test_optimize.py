@@ -43,6 +43,7 @@ for command in COMMANDS:
 """
 
 
+@pytest.mark.slow
 def test_graph_files_are_placed_without_torch(files: Files, tmp_path: Path) -> None:
     graph, cluster = map(str, files())
     out = str(tmp_path / "placement.json")
@@ -209,6 +210,7 @@ def test_ctrl_c_while_results_are_written_loses_nothing(
     assert (tmp_path / "p.json").exists()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "objective",
     [[], ["--objective", "max-load"], ["--objective", "throughput", "--micro-batches", "3"]],

@@ -84,6 +84,7 @@ RUNS = [
 MEASURING = ["machine --devices core:0 --out of_here.toml"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("runs", [RUNS, pytest.param(MEASURING, marks=pytest.mark.slow)])
 def test_json_is_all_there_is_on_stdout_and_quiet_leaves_nothing_else(
@@ -158,6 +159,7 @@ def printed(
     return read.decode()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("terminal", "environment", "coloured"),
     [
@@ -179,6 +181,7 @@ def test_colours_are_for_terminals_that_want_them(
         assert "\x1b" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_output_that_goes_nowhere_is_a_failed_job(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
@@ -208,6 +211,7 @@ def test_a_placement_without_recorded_times_is_shown_as_json(
     assert found["candidates"][0]["predicted_step_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_command_runs_with_standard_error_closed(folder: Path) -> None:
     words = [sys.executable, "-m", "placer.cli.main", *OPTIMIZE, "--json"]
     shown = subprocess.run(

@@ -51,6 +51,7 @@ def build(seed=0):
 """
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -79,6 +80,7 @@ def test_bad_targets_get_a_sentence(
     assert not (tmp_path / "p.json").exists()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -229,6 +231,7 @@ host = [{hosts}]
 """
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("one", "other", "hosts", "words"),
     [

@@ -171,6 +171,7 @@ def trained(step: Workload, model: nn.Module) -> dict[str, Any]:
     return {"": loss.detach().to("cpu"), **gradients}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("by", ["op", "module", "layer"])
 @pytest.mark.parametrize("name", in_turn(STEPS))
@@ -196,6 +197,7 @@ def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
         torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(STEPS.keys() - LARGE)),
@@ -222,6 +224,7 @@ def test_a_map_covers_all_splits_no_tie_and_passes_the_dry_run(
     )
 
 
+@pytest.mark.slow
 def test_a_placement_by_layers_is_written_as_it_is() -> None:
     extraction = extracted("llama")
     placement = cut_placement(extraction, GPUS, ("model.layers.1",), of_calls=True)
@@ -267,6 +270,7 @@ def test_of_two_branches_only_the_modules_whose_outputs_meet_share_a_device(
     assert (exported.moved_op_count == 0) == (name == "branches_as_modules")
 
 
+@pytest.mark.slow
 def test_what_a_library_does_not_divide_stays_whole() -> None:
     model: Any = Meeting()
     model._no_split_modules = ["Sequential"]  # as models of transformers have it
@@ -339,6 +343,7 @@ def test_residual_paths_join_layers(name: str) -> None:
     assert not any(path.startswith(layer) for path in content)
 
 
+@pytest.mark.slow
 def test_a_module_that_is_called_twice_moves_no_values() -> None:
     model, shared = Meeting(), nn.Tanh()
     model.left.append(shared)
@@ -356,6 +361,7 @@ def halves(names: tuple[str, ...], *, training: bool = True, **options: Any) -> 
     return PlacedModules.of(extraction, placement, **options)
 
 
+@pytest.mark.slow
 def test_the_cpu_beside_a_gpu_computes_only_if_it_is_the_main_device() -> None:
     names = ("cuda:0", "cpu")
     with pytest.raises(ExportError, match="gradients"):

@@ -100,6 +100,7 @@ def dispatched(extraction: Extraction, devices: dict[str, str]) -> dict[str, str
     return found
 
 
+@pytest.mark.slow
 def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() -> None:
     extraction = outer()
     step, ran, failed = extraction.step, 0, 0
@@ -118,6 +119,7 @@ def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() 
     assert min(ran, failed) >= 3
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("by", ["op", "module"])
 def test_an_export_counts_the_ops_that_accelerate_runs_elsewhere_than_placed(by: str) -> None:
     extraction, ran, moving = outer(), 0, 0
@@ -144,6 +146,7 @@ def chain(*, training: bool = False) -> Extraction:
     return extract(Workload.of(model, inputs, squared if training else None, training=training))
 
 
+@pytest.mark.slow
 def test_functions_outside_of_modules_count_where_they_would_run() -> None:
     extraction = chain()
     placement = placement_of(call_graph(extraction).graph, NAMES, [0, 1, 0, 1])
@@ -198,6 +201,7 @@ def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> 
     assert found.exported_step is None, "sending the weights in every step takes time, too"
 
 
+@pytest.mark.slow
 def test_the_code_around_nested_modules_of_a_map_is_followed() -> None:
     model = Plain(lambda m, x: m.left(x) + m.right(x), left=nn.Linear(4, 4), right=nn.Linear(4, 4))
     extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))

@@ -112,6 +112,7 @@ def cut(
 # --- pipelines
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies what it deprecates
 @pytest.mark.parametrize(
     ("name", "cuts", "of_calls"),
@@ -157,6 +158,7 @@ def going_back(name: str, *cuts: str) -> PlacedModules:
     )
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("write", "placed", "reason"),
     [
@@ -183,6 +185,7 @@ def test_a_shared_embedding_stays_where_it_is_reached_and_its_gradients_need_a_s
     assert "embedding and head share" in found.remedy
 
 
+@pytest.mark.slow
 def test_backward_ops_run_with_their_forward_call_whichever_module_they_are_named_after() -> None:
     layer = functools.partial(tiny_models.Plain, lambda m, x: m.norm(x + m.first(x)))
     layers = (layer(first=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in "12")
@@ -279,6 +282,7 @@ def export(target: tuple[str, Path], *arguments: str) -> int:
     return main(["export", str(placement), name, *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_the_formats_say(
     target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +306,7 @@ def test_the_command_writes_what_the_formats_say(
         assert json.loads(capsys.readouterr().out)["stages"] == stages
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_unplaced_model_on_all_cores(
     target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +318,7 @@ def test_the_command_writes_the_unplaced_model_on_all_cores(
     assert json.loads(capsys.readouterr().out) == {"": 0}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("arguments", "status", "reason"),
     [
@@ -337,6 +343,7 @@ def test_the_command_refuses_unknown_devices_and_options(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_refuses_other_graphs_and_files(
     target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def test_an_export_that_does_not_fit_into_memory_says_so() -> None:
     assert exported.to_dict()["exported_step"]["step_s"] is None
 
 
+@pytest.mark.slow
 def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in "12")
     model = Plain(lambda m, x: m.norm(m.layers[1](m.layers[0](x))), layers=layers)
@@ -130,6 +131,7 @@ def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
         export_extracted(pipeline, extraction, placement)
 
 
+@pytest.mark.slow
 def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
     left = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -145,6 +147,7 @@ def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
     assert fastest.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_pins_of_an_optimization_count_as_exported_too() -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
@@ -211,6 +214,7 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     assert predicted in exported()
 
 
+@pytest.mark.slow
 def test_a_map_is_compared_with_the_best_single_device_by_number() -> None:
     extraction = block()  # two layers in a row, so that a transfer only costs
     problem = problem_of(extraction)

@@ -46,6 +46,7 @@ def _logits(output: object) -> torch.Tensor:
     return tensor.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", in_turn(tiny_transformers.MIXTURES, slow=["qwen2_moe", "mixtral"]))
 def test_mixtures_of_experts_have_device_maps(name: str) -> None:
     extraction = extracted(name, training=False)

@@ -140,6 +140,7 @@ def assert_trains(step: Workload, content: dict[str, Any]) -> None:
     torch.testing.assert_close(found, trained(step, copy.deepcopy(step.model)))
 
 
+@pytest.mark.slow
 def test_accelerate_trains_by_the_map_of_a_model_whose_loss_reads_a_value() -> None:
     extraction = by_modules(classified())
     placement = placed_beside(extraction, ("right.0", "right.1"))
@@ -150,6 +151,7 @@ def test_accelerate_trains_by_the_map_of_a_model_whose_loss_reads_a_value() -> N
     assert_trains(extraction.step, exported.content)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("extractor", ["modules", "dispatch"])
 def test_accelerate_trains_by_the_map_of_a_model_that_branches_on_data(extractor: str) -> None:
@@ -163,6 +165,7 @@ def test_accelerate_trains_by_the_map_of_a_model_that_branches_on_data(extractor
     assert_trains(extraction.step, exported.content)
 
 
+@pytest.mark.slow
 def test_modules_whose_outputs_meet_on_the_example_share_a_device() -> None:
     extraction = by_modules(step_of(Choosing()))
     exported = device_map(
@@ -184,6 +187,7 @@ def test_a_model_that_nothing_traces_is_mapped_as_it_is_placed_and_unchecked() -
     assert_trains(extraction.step, exported.content)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("make", "note"), [(classified, ""), (graph_net, ON_EXAMPLE)])
 def test_a_model_that_reads_values_has_a_planned_map(make: Any, note: str) -> None:
     step = make()
@@ -242,6 +246,7 @@ def test_what_optimize_found_on_cores_is_exported(
     assert [content[around(pin, content) or ""] for pin in pins] == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_map_of_a_graph_of_modules_is_read_as_the_placement_that_it_was_written_for() -> None:
     extraction = by_modules(graph_net())
     placement = placed_beside(extraction, "second", GPUS)

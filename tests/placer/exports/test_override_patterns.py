@@ -38,6 +38,7 @@ def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
     return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", in_turn(["experts", "mixtral", "separate_moe"]))
 def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
     found = override_patterns(experts_on(name, ("cpu", "cuda:1"))).content
@@ -99,6 +100,7 @@ class EncoderAndDecoder(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_layers_of_two_stacks_have_one_number_so_that_one_alone_may_have_experts() -> None:
     def placed(first: type[nn.Module]) -> PlacedModules:
         model = EncoderAndDecoder(first=first)

@@ -37,6 +37,7 @@ class Experts(nn.Module):
         return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("pinned", [True, False])
 def test_experts_of_a_list_lie_on_two_devices_and_the_map_says_so(pinned: bool) -> None:
     torch.manual_seed(0)

@@ -119,6 +119,7 @@ TOO_SMALL = 0.8
 """Share of the memory of a step that one GPU has: two are needed."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_map_is_complete_whole_and_dispatched_by_accelerate(name: str) -> None:
@@ -152,6 +153,7 @@ def test_no_map_that_it_is_compared_with_is_faster(name: str) -> None:
     assert "but has" in found.others["single cuda:0"].why
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize(
     "name",
@@ -169,6 +171,7 @@ def test_maps_of_accelerate_are_predicted_to_run_if_they_do(name: str) -> None:
     assert math.isfinite(balanced.step_s), balanced.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two towers", pytest.param("clip", marks=pytest.mark.slow)])
 def test_a_map_of_accelerate_that_mixes_devices_in_an_op_cannot_run(name: str) -> None:
     if name == "clip":
@@ -193,6 +196,7 @@ def test_with_enough_memory_one_fast_gpu_has_it_all() -> None:
     assert 3.5 < accelerate_step_s / found.predicted_step_s < 4
 
 
+@pytest.mark.slow
 def test_a_map_is_predicted_as_by_evaluating_it_as_a_placement() -> None:
     step = in_a_row()
     limit = int(0.9 * weight_bytes(step.model))
@@ -207,6 +211,7 @@ def test_a_map_is_predicted_as_by_evaluating_it_as_a_placement() -> None:
         assert evaluated.step_s == step_s
 
 
+@pytest.mark.slow
 def test_training_steps_are_mapped_with_room_for_gradients() -> None:
     step = replace(in_a_row(), training=True, loss=tiny_models.squared)
     step = replace(step, inputs=(*step.inputs, torch.ones(32, 64)))
@@ -222,6 +227,7 @@ def test_training_steps_are_mapped_with_room_for_gradients() -> None:
     assert found.accelerate_predicted_step_s == math.inf
 
 
+@pytest.mark.slow
 def test_a_name_or_model_of_transformers_needs_no_inputs_and_limits_are_as_accelerates() -> None:
     name = tiny_transformers.TARGETS["llama"].removeprefix("hf:")
     name = name.replace("num_hidden_layers=2", "num_hidden_layers=1")
@@ -263,6 +269,7 @@ def scaled(output: Tensor, target: Tensor) -> Tensor:
     return tiny_models.squared(output * float(output.detach().abs().max().item()), target)
 
 
+@pytest.mark.slow
 def test_a_recorded_training_step_is_mapped_by_the_forward_pass_of_its_model() -> None:
     torch.manual_seed(0)
     step = Workload.of(Check(), (torch.randn(16, 64), torch.randn(16, 8)), scaled)
@@ -274,6 +281,7 @@ def test_a_recorded_training_step_is_mapped_by_the_forward_pass_of_its_model() -
     assert found.predicted_step_s < math.inf
 
 
+@pytest.mark.slow
 def test_weights_that_accelerate_offloads_are_sent_in_every_step() -> None:
     step, size, gpu = in_a_row(batch=1), 64 * 64 * 4, cluster().devices[0]
     host = replace(gpu, name="host", kind="host", memory_bytes=10**9)

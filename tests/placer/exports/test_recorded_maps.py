@@ -30,6 +30,7 @@ def recorded(name: str) -> Extraction:
     return extract(STEPS[name](), "dispatch")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("name", "on_second"),
     [

@@ -103,6 +103,7 @@ def on_two_ranks() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_two_replicas_train_as_under_ddp_bit_for_bit(accumulate: int) -> None:
     for of_rank in on_two_ranks():
@@ -134,6 +135,7 @@ def one_branched_step(zero: str) -> dict[str, Tensor | None]:
     return gradients(replica)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "ranks"), [("own", 4), ("to none", 2), ("to zero", 2)])
 def test_gradients_equal_those_of_one_process(zero: str, ranks: int) -> None:
     alone = model(seed=0)
@@ -182,6 +184,7 @@ def on_two_device_types() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bool) -> None:
     expected = train_alone(TwoDevices(torch.device("cpu")))
@@ -228,6 +231,7 @@ def test_buffers_begin_as_those_of_rank_0_and_are_then_each_replicas_own() -> No
     assert not torch.equal(own, other)
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
     kinds=st.lists(st.sampled_from([torch.float32, torch.float64]), min_size=12, max_size=12),

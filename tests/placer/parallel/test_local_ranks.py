@@ -135,6 +135,7 @@ def answers_unless_second() -> Callable[[Any], Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_ranks_may_be_new_processes_that_see_their_own_gpus() -> None:
     seats = [replace(SEAT, gpus=("GPU-a",)), replace(SEAT, gpus=("GPU-b", "GPU-c"))]
     with LocalRanks(seats, answers_who, forked=False) as ranks:
@@ -198,6 +199,13 @@ def test_a_new_process_that_dies_before_it_reads_its_task_is_an_error(
         LocalRanks([SEAT], partial(large, bytes(10_000_000)), forked=False)
 
 
+def test_a_task_that_cannot_be_sent_is_an_error_and_leaves_no_process() -> None:
+    before = descendants()
+    with pytest.raises(RankError, match=r"cannot be sent: .*lambda"):
+        LocalRanks([SEAT, SEAT], lambda: who, forked=False)
+    assert all_end(descendants() - before)
+
+
 def test_ctrl_c_while_ranks_work_ends_them() -> None:
     before = descendants()
 
@@ -221,6 +229,7 @@ with LocalRanks([seat, seat], lambda: lambda _: os.getpid()) as ranks:
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_parent_that_is_killed() -> None:
     words = [sys.executable, "-c", PARENT, str(CORE[0])]
     with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT, text=True) as parent:

@@ -61,6 +61,7 @@ def placed_words(folder: Path, *, training: bool = True) -> list[str]:
     return [f"{path}:build", "--placement", str(file), "--steps", "5", *data, *mode]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("when", ["before", "in step 3"])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_a_gpu_that_is_lost_ends_the_run_with_its_name(

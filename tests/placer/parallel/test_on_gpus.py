@@ -35,6 +35,7 @@ def run_with_backend(words: list[str]) -> tuple[int, str, str, Any]:
     return code, out, err, used
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("device", "ranks"),
     [("cpu", 1), ("cpu", 2), *(on_gpus(count, "cuda:0", count) for count in (1, 2))],
@@ -75,6 +76,7 @@ def beside_ddp(device_type: str, accumulate: int) -> tuple[Parameters, Parameter
     return parameters(ours), parameters(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu", on_gpus(2, "cuda")])
 def test_gradients_are_reduced_as_by_ddp(device_type: str) -> None:
     cases = {f"{count} passes": (beside_ddp, device_type, count) for count in (1, 3)}

@@ -94,6 +94,7 @@ def in_one_process() -> tuple[dict[str, Tensor], list[list[float]]]:
     return parameters(plain), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu", on_gpus(4, "cuda")])
 def test_two_stages_of_two_replicas_train_as_one_process(device_type: str) -> None:
     cases = {
@@ -134,6 +135,7 @@ def gpu_of_stage(seen: int) -> list[str]:
     return named + made
 
 
+@pytest.mark.slow
 def test_every_rank_has_a_gpu_of_its_own_which_is_the_current_one() -> None:
     four, one = "4", "1"
     results = on_ranks(4, each, {four: (gpu_of_stage, 4), one: (gpu_of_stage, 1)})
@@ -160,6 +162,7 @@ def replica_on(shape: tuple[int, int], micro_batches: int) -> None:
     PipelinedReplica(*chain(), mesh, micro_batches=micro_batches)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("shape", "micro_batches", "message"),
     [

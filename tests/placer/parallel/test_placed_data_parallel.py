@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ def placed_and_plain() -> list[dict[str, Tensor]]:
     return states
 
 
+@pytest.mark.slow
 def test_placed_modules_train_under_ddp_as_unplaced_ones() -> None:
     (placed, plain), (other, _) = on_ranks(2, placed_and_plain)
     torch.testing.assert_close(placed, plain, rtol=1e-5, atol=1e-6)

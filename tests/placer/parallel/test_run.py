@@ -53,6 +53,7 @@ def test_replicas_train_as_one_process_and_rank_0_prints_losses(tmp_path: Path) 
     assert not other
 
 
+@pytest.mark.slow
 def test_a_run_says_when_its_method_begins(tmp_path: Path) -> None:
     remarks = {
         "onebit": "after 200 plain steps, and this run has 2",
@@ -89,6 +90,7 @@ def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) 
     return result.placement.replicas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", ["per-replica", pytest.param("global", marks=pytest.mark.slow)])
 def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
     target = written(tmp_path)
@@ -108,6 +110,7 @@ def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
     np.testing.assert_allclose(printed_losses(out), expected, rtol=1e-5)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("device", "groups", "message", "code"),
     [
@@ -134,6 +137,7 @@ def test_a_plan_for_more_replicas_or_devices_that_are_not_here_is_refused(
     assert message in alone(words, capsys, code)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_unplaced_replicas_train_the_model_as_it_is(tmp_path: Path) -> None:
     cores = [f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2]]
@@ -156,6 +160,7 @@ def test_an_unplaced_replica_has_one_device(group: list[str]) -> None:
         Replication.from_dict({"groups": [["core:0"]], "unplaced": 1}, "replicas")
 
 
+@pytest.mark.slow
 def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
     tmp_path: Path,
 ) -> None:
@@ -205,6 +210,7 @@ def with_other_priorities(placement: Path, path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_placements_are_refused_by_name(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2)
     other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
@@ -214,6 +220,7 @@ def test_ranks_with_different_placements_are_refused_by_name(tmp_path: Path) -> 
         assert f"rank {number}: placements: ranks differ (ranks 0, 2: " in err
 
 
+@pytest.mark.slow
 def test_ranks_of_which_one_would_resume_are_refused(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json")
     for code, _, err in on_ranks(2, with_more_words_on_rank_1, words, "--resume", joined=False):
@@ -227,6 +234,7 @@ def alone(given: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -
     return capsys.readouterr().err
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -265,6 +273,7 @@ def test_a_placement_says_whether_it_is_of_inference(
         assert f"{option[0]} is for training" in alone([*words, *option], capsys)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2, checkpoint=tmp_path / "run.json", sync="ma")
     other = with_other_priorities(tmp_path / "placement.json", tmp_path / "other.json")
@@ -289,6 +298,7 @@ def changed(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.slow
 def test_a_placement_of_another_model_is_bad_usage(tmp_path: Path) -> None:
     words = prepared(tmp_path)(2)
     changed(tmp_path / "placement.json", graph="other")

@@ -83,6 +83,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_its_model_is_extracted_says_so(tmp_path: Path) -> None:
     target = tmp_path / "target.py"
     target.write_text(STOPPED)

@@ -21,6 +21,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import all_ran, prepared, ran
 
 
+@pytest.mark.slow
 def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Path) -> None:
     words = prepared(tmp_path)
     saved = tmp_path / "model.safetensors"
@@ -34,6 +35,7 @@ def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Pa
     assert nn.functional.mse_loss(step.model(x), y).item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_of_block_updates_the_result_is_saved_not_the_start_of_the_next_block(
     tmp_path: Path,
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
     assert saved.read_bytes() == first  # all steps were done; only the file is written
 
 
+@pytest.mark.slow
 def test_losses_that_are_no_numbers_are_null_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +98,7 @@ def test_losses_that_are_no_numbers_are_null_in_json(
     assert losses[-1] is None
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("name", "message"),
     [

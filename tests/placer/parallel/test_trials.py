@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ def taken_turns() -> list[tuple[int, bool, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_placed_and_unplaced_replicas_take_turns_and_leave_the_model_alone() -> None:
     [found] = on_ranks(1, taken_turns, joined=False, timeout_s=600.0)
     assert found == [(3, True, "")] * 3
@@ -109,6 +111,7 @@ def gradients_under_ddp() -> tuple[Tensor, Tensor]:
     return model.used.weight.grad, sum(own, torch.zeros(4, 6))
 
 
+@pytest.mark.slow
 def test_unplaced_replicas_reduce_their_gradients_by_ddp() -> None:
     (first, of_first), (second, of_second) = on_ranks(2, gradients_under_ddp, timeout_s=600.0)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -132,6 +135,7 @@ def with_one_that_dies() -> list[tuple[int, str]]:
     return [(len(each.step_s), each.failure) for each in runs]
 
 
+@pytest.mark.slow
 def test_a_trial_whose_rank_dies_fails_and_the_others_continue() -> None:
     [[dead, alive]] = on_ranks(1, with_one_that_dies, joined=False, timeout_s=600.0)
     assert dead == (0, "a rank died")
@@ -149,12 +153,14 @@ def interrupted() -> tuple[list[int], bool]:
     return [len(each.step_s) for each in runs], all_end(descendants() - before)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_complete_rounds_and_ends_the_ranks() -> None:
     [(rounds, ended)] = on_ranks(1, interrupted, joined=False, timeout_s=600.0)
     assert rounds == [1, 1]
     assert ended
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_trained_so_is_a_failure() -> None:
     one = trial()
     name = f"core:{max(os.sched_getaffinity(0)) + 1}"

@@ -63,6 +63,7 @@ def test_suites_with_a_fault_are_refused(tmp_path: Path, text: str, message: str
         load_suites(path)
 
 
+@pytest.mark.slow
 def test_an_evaluation_compares_every_family_with_heuristics_and_untrained_weights(
     trained: Path,
 ) -> None:

@@ -202,6 +202,7 @@ def test_a_model_that_no_heuristic_fits_is_refused() -> None:
         decoders_on((1.0, 1.0, 1.0), tight)
 
 
+@pytest.mark.slow
 def test_the_policy_learns_what_the_machine_prefers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

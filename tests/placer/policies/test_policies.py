@@ -178,6 +178,7 @@ def test_policies_at_the_ends_of_their_ranges_propose_finite_weights() -> None:
         assert np.isfinite(deviations).all()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", ["generalist", "synthetic-only"])
 def test_the_shipped_policies_beat_heft_and_untrained_weights_on_unseen_graphs(name: str) -> None:
     assert name in names()

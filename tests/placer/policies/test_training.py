@@ -100,6 +100,7 @@ def test_stages_that_no_memory_holds_together_are_refused(tmp_path: Path) -> Non
         train(tmp_path / "large", replace(TINY, stage=(stage,) * 100))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_configuration_is_refused_with_the_difference(
     tmp_path: Path,
 ) -> None:
@@ -130,6 +131,7 @@ def with_a_bit_flipped(content: bytes, at: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 1]) + content[at:][1:]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -151,6 +153,7 @@ def test_a_damaged_checkpoint_or_log_is_refused(
         train(tmp_path / "tiny", TINY)
 
 
+@pytest.mark.slow
 def test_processes_decode_to_the_same_costs_and_come_back_when_killed() -> None:
     pool = draw_pool(5, 3, 80)
     evaluators = [item.evaluator for item in pool]
@@ -192,6 +195,7 @@ def test_processes_that_cannot_be_started_are_an_error_with_a_remedy(
         Processes([], 2)
 
 
+@pytest.mark.slow
 def test_the_curve_is_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
     train(tmp_path / "alone", TINY)
     train(tmp_path / "helped", replace(TINY, workers=2))
@@ -279,6 +283,7 @@ def test_curves_that_cannot_be_written_are_an_error_and_no_traceback(
     assert threading.excepthook is before
 
 
+@pytest.mark.slow
 def test_a_reference_model_is_drawn_with_costs_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MODELS", {"dlrm": reference.MODELS["dlrm"]})
     small, large = (

@@ -223,6 +223,7 @@ def test_what_answers_but_is_no_cluster_is_reported_in_time() -> None:
         assert time.monotonic() - began < MOST_S
 
 
+@pytest.mark.slow
 def test_an_address_that_does_not_answer_is_reported_at_once() -> None:
     pytest.importorskip("ray")
     with socket.socket() as bound:

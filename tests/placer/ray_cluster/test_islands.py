@@ -48,6 +48,7 @@ class Recorded:
         return placer_named("heft").place(request)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("check", [c for c in CHECKS if c.__name__ not in OF_THIS_PROCESS])
 @pytest.mark.parametrize("name", ["portfolio", "annealing"])
 def test_islands_keep_the_contract(name: str, check: Callable[[Make], None]) -> None:

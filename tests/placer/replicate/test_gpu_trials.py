@@ -123,6 +123,7 @@ def test_on_gpus_plans_and_the_unplaced_model_are_run_by_new_processes(tmp_path:
     assert plan.result.placement.measured is not None
 
 
+@pytest.mark.slow
 def test_plans_that_do_not_fit_on_the_gpus_beside_each_other_are_not_run(tmp_path: Path) -> None:
     with fake_gpus(tmp_path, 1 << 28) as cluster:
         plan = planned_target(tmp_path, cluster, Replication(replicas=2))
@@ -131,6 +132,7 @@ def test_plans_that_do_not_fit_on_the_gpus_beside_each_other_are_not_run(tmp_pat
     assert any("Nothing was run" in remark for remark in remarks_of(plan))
 
 
+@pytest.mark.slow
 def test_on_gpus_a_model_without_a_target_is_not_run(tmp_path: Path) -> None:
     with fake_gpus(tmp_path, 1 << 40) as cluster:
         plan = planned(training(), cluster, Replication(replicas=2))

@@ -186,6 +186,7 @@ CORES = replace(
 BITS = Replication(replicas=2, payload="1-bit")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("cluster", "replication", "remark", "applies"),
     [
@@ -207,6 +208,7 @@ def test_remarks_name_the_assumptions_of_a_plan(
         assert chosen.best.step.hidden_s == 0
 
 
+@pytest.mark.slow
 def test_inference_has_nothing_to_reduce() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     step = Workload.of(model, torch.randn(6, 8), training=False)
@@ -217,6 +219,7 @@ def test_inference_has_nothing_to_reduce() -> None:
     assert any("no gradients" in remark for remark in remarks_of(found))
 
 
+@pytest.mark.slow
 def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     step = training()
     one = planned(step, rated(4), Replication(batch="global", replicas=4))
@@ -230,6 +233,7 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     )
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("step", "replication", "message"),
     [
@@ -260,6 +264,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(
         planned(step, rated(4), replace(replication, batch="global"))
 
 
+@pytest.mark.slow
 def test_splits_that_cannot_cut_the_batch_say_so() -> None:
     plan = planned(training(), rated(3), Replication(batch="global"))
     why = {split.name: split.why for split in plan.splits}
@@ -280,6 +285,7 @@ def test_a_part_of_a_batch_has_its_part_of_costs_and_activations_alone() -> None
     assert graph.nodes["a0"]["cost_s"] == {"*": 1e-3}
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(seed=st.integers(0, 999))
 def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
@@ -292,6 +298,7 @@ def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
     assert result.best.predicted_s == plain.best.predicted_s
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 999),
@@ -324,6 +331,7 @@ def test_a_plan_fits_and_is_what_its_simulation_says(
         assert split.samples_per_s <= found.best.samples_per_s
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(seed=st.integers(0, 999), bandwidth=st.sampled_from([1e8, 1e9, 1e10, 1e12]))
 def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth: float) -> None:

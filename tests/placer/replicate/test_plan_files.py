@@ -95,6 +95,7 @@ def gpus() -> Cluster:
     return replace(cluster, devices=devices, links=(link,))
 
 
+@pytest.mark.slow
 def test_reductions_between_gpus_of_this_machine_take_the_times_of_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_reductions_between_gpus_of_this_machine_take_the_times_of_nccl(
     assert any("by times of nccl" in remark for remark in remarks_of(plan))
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_assumes_where_ranks_cannot_use_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_the_command_says_how_to_train_what_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

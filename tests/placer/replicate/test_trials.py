@@ -172,6 +172,7 @@ def test_the_fastest_placed_splits_and_all_unplaced_ones_are_run_as_memory_allow
     assert chosen(1.0) == ([], wanted)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("how", "tried"),
     [({}, True), ({"payload": "fp16"}, True), ({"payload": "1-bit"}, True),
@@ -309,6 +310,7 @@ def cores_cluster() -> Cluster:
     return with_rates(present([f"core:{core}" for core in CORES]))
 
 
+@pytest.mark.slow
 @two_cores
 def test_ranks_take_the_memory_of_their_workers_not_only_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ def test_quotas_and_governors_are_read_where_they_are(tmp_path: Path) -> None:
     assert governors([7], tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
     core = physical_cores()[0]
     command = ["machine", "--devices", f"core:{core}"]

@@ -49,6 +49,7 @@ def optimized(problem: Problem) -> Result:
     return optimize_problem(problem, SearchConfig(policy=None, budget="300e", measure=False))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**7))
 def test_the_timeline_is_the_schedule(seed: int) -> None:
@@ -230,6 +231,7 @@ def test_a_step_that_takes_no_time_is_shown() -> None:
     assert (data["step_s"], data["speed_up"]) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_report_of_five_thousand_ops_stays_small() -> None:
     graph = GraphArrays.from_graph(transformer(layers=78))
     assert len(graph) >= 5000
@@ -237,6 +239,7 @@ def test_a_report_of_five_thousand_ops_stays_small() -> None:
     assert len(page(report_data(reviewed(problem, placed(problem)))).encode()) < 2_000_000
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(name=st.text())
 def test_no_name_ends_the_data_in_the_page(name: str) -> None:
@@ -273,6 +276,7 @@ def test_the_command_line_accepts_every_suggested_command(
         assert Path("out/the placement.json") in vars(args).values()
 
 
+@pytest.mark.slow
 def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
     files: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -327,6 +331,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_the_first_command_of_a_trained_step_runs_it(tmp_path: Path) -> None:
     model, cluster, out, page = (tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html"))
     model.write_text(TWO_LINEAR)

@@ -24,6 +24,7 @@ from tests.helpers.simulator_cases import one_kind
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.slow
 SCALE = "graph.scale"
 COUNT = "graph.layout.nodes.length"
 

@@ -29,6 +29,7 @@ from tests.helpers.unplaced import with_unplaced
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.slow
 SECTIONS = ("won", "where", "when", "memory", "search", "next")
 NAMES = ("cuda:0", "cuda:1", "cpu")
 MEASURED_BYTES = {"cuda:0": 123_000_000, "cuda:1": 45_000_000}

@@ -104,6 +104,7 @@ def test_every_op_has_a_device_that_respects_groups_and_limits(
     assert same.tolist() == priority.tolist()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_simulated_schedule_is_almost_the_one_that_was_searched(eager: bool) -> None:
     for item, _ in planted_unequal(3):

@@ -191,6 +191,7 @@ def test_a_training_step_is_folded(find: Callable[[GraphArrays], NDArray[np.int3
     assert layers in ([0, 0, 1, 1, 2, 2], [2, 2, 1, 1, 0, 0])
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6),

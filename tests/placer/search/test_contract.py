@@ -29,6 +29,7 @@ POLICY = load("generalist")
 NAMES = [listing.name for listing in registry.BUILT_IN]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", in_turn(NAMES, slow=["exact"]))
 def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None]) -> None:
@@ -135,6 +136,7 @@ def test_compiled_code_is_loaded_before_the_budget_begins(name: str) -> None:
     assert all(is_loaded)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", in_turn(NAMES, slow=["exact"]))
 def test_heuristics_are_always_candidates_whatever_the_objective(name: str) -> None:
     problem = random_problem(3, ops=12, devices=3)

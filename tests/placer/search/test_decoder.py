@@ -100,6 +100,7 @@ def test_heft_weights_decode_to_what_plain_heft_finds(seed: int, sharing: Sharin
     assert np.argsort(-priority).tolist() == order
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 7, 8, 9, 16, 17])
 def test_decodes_are_those_of_the_slow_twin_with_every_feature(
@@ -161,6 +162,7 @@ def test_features_of_single_ops_order_those_of_long_and_longer_graphs_alike() ->
     assert [orders(longer, weight) for weight in weights] == of_long
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("spread", [0.0, 1e-30, 1.0, 1e30])
 def test_ops_are_sorted_as_by_a_stable_sort(spread: float) -> None:
     count = 5000  # more than 64 words of ready ops

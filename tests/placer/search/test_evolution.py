@@ -33,6 +33,7 @@ def test_samples_without_deviation_are_refused() -> None:
         Evolution(np.zeros(3), sigma=0, seed=0)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("seed", range(3))
 def test_evolution_ends_before_rounding_errors_when_all_costs_are_equal(seed: int) -> None:
     evolution = Evolution(np.zeros(3), sigma=0.5, seed=seed, population=6)

@@ -89,6 +89,7 @@ def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
     assert found.bound_ns <= best_ns if best_ns < OVERFULL_NS else found.bound_ns > 0
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sharing", ["egress", "bus"])
 def test_the_bound_of_a_solver_that_was_stopped_holds(seed: int, sharing: Sharing) -> None:
@@ -135,6 +136,7 @@ def test_the_command_says_whether_a_placement_is_proven_optimal_or_the_gap(
     assert expected in found["verdict"]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "options", [{"objective": "throughput", "micro_batches": 2}, {"groups": 4}]
 )

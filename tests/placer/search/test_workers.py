@@ -55,12 +55,14 @@ class Together:
         return self.placer.place(replace(request, workers=3))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", ["portfolio", "annealing"])
 def test_workers_keep_the_contract(name: str, check: Callable[[Make], None]) -> None:
     check(lambda: Together(name))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("name", "objective"), SEARCHES)
 def test_seed_evaluations_and_workers_determine_the_result(name: str, objective: str) -> None:
     problem = random_problem(3, ops=1300, devices=8)
@@ -158,6 +160,7 @@ def test_an_error_of_any_worker_is_raised_when_all_have_ended() -> None:
     assert sorted(ended) == [0, 1, 3]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("name", "objective"), SEARCHES)
 def test_ctrl_c_ends_all_threads(name: str, objective: str) -> None:
     def press(share: float, _: str) -> None:

@@ -31,6 +31,7 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_saved_program_is_placed_as_it_was_exported(saved: Path) -> None:
     step = load_step(str(saved), training=False)
     extraction = extract(step)
@@ -52,6 +53,7 @@ class Scaled(nn.Module):
         return rows * factor * (2 if double else 1)
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_those_of_the_example_and_numbers_are_part_of_the_program(
     tmp_path: Path,
 ) -> None:
@@ -158,6 +160,7 @@ SIZES = {"mapped": (SAME, SAME, SAME), "related": ({0: ROWS}, {0: ROWS + 3}, SAM
 DYNAMIC = {0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, SAME
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "name",
     [

@@ -46,6 +46,7 @@ PUBLISHED = {
 """Parameter counts of the published models, including the word prediction head."""
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_named_model_has_the_size_of_the_published_one_and_without_weights_needs_no_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +103,7 @@ def test_a_model_gets_the_labels_of_its_head(head: str, labels: dict[str, tuple[
     assert step.model(**step.keywords).loss.isfinite()
 
 
+@pytest.mark.slow
 def test_the_cache_of_keys_and_values_is_off_unless_it_is_asked_for() -> None:
     for field, expected in (("", False), ("&use_cache=true", True)):
         config: Any = load(f"hf:gpt2?{COMMON}{field}", training=False).model.config
@@ -119,6 +121,7 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
         assert step.keywords["input_ids"].shape == (1, 4)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -160,6 +163,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
         load("hf:llama-3-8b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     [
@@ -194,6 +198,7 @@ def test_numbers_and_lists_of_a_configuration_are_bounded_wherever_they_stand(
         load(f"hf:{tmp_path}")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("target", ["gpt2?n_layer=9000", "swinv2?depths=[9,9990]&num_heads=[1,1]"])
 def test_a_model_of_too_many_modules_is_not_made(
     target: str, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_model_computes_what_the_original_does_placed_on_two_devices(
     name: str, tmp_path: Path
@@ -98,6 +99,7 @@ def test_an_exported_model_computes_what_the_original_does_placed_on_two_devices
     assert_same(one_process.run(extraction, lists).output, expected)
 
 
+@pytest.mark.slow
 def test_a_transformer_keeps_names_sizes_and_results(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     original = load_transformer(TARGETS["bert"], training=False)
@@ -248,6 +250,7 @@ def test_one_tensor_under_two_names_is_one_parameter(path: Path) -> None:
     assert list(load_step(str(path), training=False).model.state_dict()) == ["w"]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("name", "scopes", "module"),
     [

@@ -218,6 +218,7 @@ def input_names(*names: str) -> Callable[[Program], Program]:
 ORDERED = {"type": "collections.OrderedDict"}
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "change",
     [

@@ -133,6 +133,7 @@ print(lazy_load_kernel("deep-gemm"), huggingface_hub.constants.is_offline_mode()
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_the_hub_are_neither_fetched_nor_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "kernels").mkdir()

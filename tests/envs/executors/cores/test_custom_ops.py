@@ -92,6 +92,7 @@ def scaled_step(namespace: str, *, training: bool) -> Extraction:
     )
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize(
     ("load", "source", "training"),

@@ -240,6 +240,7 @@ class TestWorkerMemory:
         memory = WorkerMemory(chain(1, 100))
         assert memory.peak_bytes([]) == memory.held_bytes(0) < memory.held_bytes()
 
+    @pytest.mark.slow_repeats
     @pytest.mark.parametrize("name", NAMES)
     def test_pages_are_those_of_what_is_written_and_read(self, name: str) -> None:
         program = extracted(name).program
@@ -328,6 +329,7 @@ def bytes_outside_arena(compiled: CompiledList, layout: Layout) -> int:
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 class TestRealWorkers:
+    @pytest.mark.slow
     def test_a_worker_takes_about_as_much_as_predicted(self) -> None:
         extraction = wide()
         memory = WorkerMemory(extraction.program)

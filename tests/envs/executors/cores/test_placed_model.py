@@ -57,6 +57,7 @@ def test_new_tensors_in_the_same_object_are_read_by_the_next_step() -> None:
 # --- training
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("zero_grad", [{"set_to_none": True}, {"set_to_none": False}, None])
 def test_gradients_in_shared_memory_are_cleared_and_added_up_as_torch_does(
     zero_grad: dict[str, bool] | None,
@@ -129,6 +130,7 @@ def test_a_placed_model_tells_the_memory_that_its_workers_held() -> None:
         placed.peak_memory_bytes()
 
 
+@pytest.mark.slow
 def test_workers_outlive_the_thread_that_started_them() -> None:
     step = tiny_models.views()
     made: list[PlacedModel] = []
@@ -159,6 +161,7 @@ def test_a_saved_model_holds_its_parameters_and_nothing_else_of_the_shared_memor
     assert placed_bytes <= 1.1 * before
 
 
+@pytest.mark.slow
 def test_two_placed_models_take_turns_on_one_model_until_one_is_closed() -> None:
     step = tiny_models.conv_net()
     asking = inference(step)
@@ -193,6 +196,7 @@ def test_state_that_moved_or_was_transposed_is_used() -> None:
         torch.testing.assert_close(model.step(*step.inputs), expected)
 
 
+@pytest.mark.slow
 def test_state_of_another_form_is_refused_and_may_come_back() -> None:
     step = inference(tiny_models.conv_net())
     with on_cores(extract(step)) as model:
@@ -227,6 +231,7 @@ def test_a_training_step_in_eval_mode_or_with_other_trained_parameters_is_refuse
             placed(*step.inputs)
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_that_is_to_be_trained_is_refused_and_inference_has_no_modes() -> None:
     step = tiny_models.conv_net()
     step.model.get_parameter("7.bias").requires_grad_(False)

@@ -59,6 +59,7 @@ class Pool(WorkerPool):
         self.number = self.load(device_lists(self.program, devices, range(count), 2))
 
 
+@pytest.mark.slow
 def test_instructions_and_stretches_of_them_are_timed_without_waits() -> None:
     pool = Pool(alternating=True)
     with pool:
@@ -75,6 +76,7 @@ def test_instructions_and_stretches_of_them_are_timed_without_waits() -> None:
         assert with_work <= set(np.flatnonzero(stretches_s)) <= last
 
 
+@pytest.mark.slow
 def test_a_worker_without_instructions_takes_no_part_in_a_step() -> None:
     pool = Pool()
     with pool:
@@ -86,6 +88,7 @@ def test_a_worker_without_instructions_takes_no_part_in_a_step() -> None:
     assert step.wall_s > 0
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("here", [0, 1])
 def test_the_worker_on_the_core_of_the_caller_starts_last(
     here: int, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +127,7 @@ def kill_within_a_step(pool: Pool, device: int) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_with_its_last_op() -> None:
     pool = Pool()
     ids, descriptors = worker_ids(pool), open_descriptors()
@@ -144,6 +148,7 @@ def test_a_worker_that_dies_is_named_with_its_last_op() -> None:
     assert len(open_descriptors()) < len(descriptors)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_worker_that_hangs_is_named_not_the_one_that_waits_for_it(
     device: int, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +170,7 @@ def test_a_worker_that_hangs_is_named_not_the_one_that_waits_for_it(
     assert all_end(ids)
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_ends_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the pending answer would be taken for that of the next step."""
 
@@ -181,6 +187,7 @@ def test_an_interrupted_step_ends_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
         assert all_end(ids)
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent() -> None:
     script = """
 import sys, time, torch
@@ -214,6 +221,7 @@ def small_pool(step_timeout_s: float = 60.0) -> WorkerPool:
     return WorkerPool(program, two_cores().devices, step_timeout_s=step_timeout_s)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_closing_still_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before = open_descriptors()
@@ -238,6 +246,7 @@ def test_ctrl_c_while_closing_still_ends_everything(monkeypatch: pytest.MonkeyPa
     assert open_descriptors() <= before
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_with_a_full_pipe_is_named() -> None:
     with small_pool(step_timeout_s=0.25) as pool:
         process_id = worker_ids(pool)[1]
@@ -252,6 +261,7 @@ def test_a_worker_that_hangs_with_a_full_pipe_is_named() -> None:
         assert pool.closed
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -222,6 +222,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("training", [False, True])
 def test_a_sum_leaves_an_operand_of_which_a_part_is_still_read(training: bool) -> None:
     class Model(nn.Module):

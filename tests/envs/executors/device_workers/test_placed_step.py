@@ -80,6 +80,7 @@ def assert_trains_alike(step: Workload, placed: PlacedStep, tolerance: float = 1
     assert_close(on_cpu(found), on_cpu(state), tolerance)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "machine",
     [
@@ -96,6 +97,7 @@ def test_random_placements_train_as_torch_does(seed: int, name: str, machine: st
         assert_trains_alike(step, workers)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(INFERENCE)))
 def test_random_placements_infer_as_torch_does(seed: int, name: str) -> None:
     extraction = extract(made(name))
@@ -106,6 +108,7 @@ def test_random_placements_infer_as_torch_does(seed: int, name: str) -> None:
             assert_close(found, forward(step), 1e-6)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "kind",
     [
@@ -144,6 +147,7 @@ def there_and_back() -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
 )
@@ -256,6 +260,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
     monkeypatch.setattr(pool.DevicePool, "_answer", interrupted)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("counts", [[0, 0, 1], [0, 0, 2]])
 def test_ctrl_c_while_states_are_read_back_leaves_no_mixed_model(
     monkeypatch: pytest.MonkeyPatch, counts: list[int]
@@ -276,6 +281,7 @@ def test_ctrl_c_while_states_are_read_back_leaves_no_mixed_model(
         assert torch.equal(parameter, initial[name]) != is_read
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_states_are_written_has_an_effect_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -323,6 +329,7 @@ def test_a_failed_assertion_on_a_gpu_ends_the_step_with_its_device() -> None:
         workers.step(torch.tensor([0, 7]))
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_named() -> None:
     extraction = extract(replace(made("conv_net"), training=False))
     calls = extraction.forward.placed_calls

@@ -44,6 +44,7 @@ class Until(nn.Module):
         return found
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("seed", range(2))
 def test_what_depends_on_the_data_is_trained_on_any_data(seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)
@@ -91,6 +92,7 @@ def assigned_in_parts(m: Any, x: Tensor) -> Tensor:
     return out[:3] * out[3:]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("where", [0, 1, 2, 4, 6])
 @pytest.mark.parametrize("function", [written_by_a_module, read_from_a_module, assigned_in_parts])
 def test_what_a_models_code_brings_together_meets_on_one_device(
@@ -124,6 +126,7 @@ class Writer(nn.Module):
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read")), st.integers(0, 2))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(WRITES, min_size=1, max_size=6), st.integers(0, 2**9 - 1))
 def test_what_modules_write_through_views_is_read_as_it_was(
@@ -176,6 +179,7 @@ def test_a_step_in_bf16_is_under_autocast_on_each_of_its_devices(device: torch.d
 # --- lifetime of a placed model
 
 
+@pytest.mark.slow_repeats
 def test_it_is_placed_anew_and_moves_back_what_was_moved(device: torch.device) -> None:
     step = made("norm_twice")
     _, placed = placed_at(step, {"": "cpu"})

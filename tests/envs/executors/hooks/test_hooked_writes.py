@@ -106,6 +106,7 @@ CODES: list[tuple[Callable[..., Tensor], type[nn.Module]]] = [
 ]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(("function", "inner"), CODES)
 @pytest.mark.parametrize("where", [1, 2, 4, 6])
 def test_what_a_module_puts_into_lists_and_dicts_is_there_for_its_caller(
@@ -206,6 +207,7 @@ def sorted_out(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("where", [1, 2, 4, 6])
 @pytest.mark.parametrize("function", [normed, normed_one_by_one, renormed, sorted_out])
 def test_what_a_function_writes_into_foreign_tensors_is_theirs(

@@ -53,6 +53,7 @@ def part(names: list[str], *, of_cpu: bool) -> list[str]:
     return [name for name in names if name.removesuffix("_backward") in kept]
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("second_device", DEVICES, indirect=True)
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize("beside", [False, True])

@@ -54,6 +54,7 @@ def chain() -> Workload:
     return Workload.of(model, (torch.randn(2, 3),))
 
 
+@pytest.mark.slow_repeats
 @ON_DEVICES
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(NAMES)))
@@ -68,6 +69,7 @@ def test_random_placements_compute_the_same_and_send_as_much(seed: int, name: st
     assert_trains_alike(step, placed, steps=2)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) -> None:
@@ -155,6 +157,7 @@ def test_staging_takes_any_dtype_and_no_more_memory_than_it_may(
         assert machine.page_locked.bytes == (1 << 10) + 8 * 64
 
 
+@pytest.mark.slow
 def test_page_locked_memory_beyond_the_staging_buffers_is_given_back() -> None:
     """Copies to the host lie in memory that torch keeps for the next; placements cut elsewhere."""
     extraction = fresh("conv_net")
@@ -242,6 +245,7 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("cuda", "dense"),
     [

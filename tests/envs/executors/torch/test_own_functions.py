@@ -40,6 +40,7 @@ def extracted(name: str) -> Extraction:
     return extract(own_step(STEPS[name]))
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("kind", [VDEV, FAKE])
 @pytest.mark.parametrize("name", sorted(STEPS.keys() - {"random"}))
 def test_random_placements_train_as_the_model_does(
@@ -70,6 +71,7 @@ def test_a_device_as_a_text_is_that_of_the_module_that_gives_it() -> None:
         assert_trains_alike(plain, placed, steps=2)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by dynamo
 @pytest.mark.parametrize("name", ["held", "parameter", "view"])
 def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
@@ -81,6 +83,7 @@ def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "name",
     [
@@ -147,6 +150,7 @@ print(*node_signatures(extraction, call_graph(extraction)))
 """
 
 
+@pytest.mark.slow
 def test_the_costs_of_a_function_are_not_those_of_its_ops_and_the_same_in_every_process() -> None:
     def signatures(function: Any) -> list[str]:
         extraction = extract(own_step(function))
@@ -170,6 +174,7 @@ def test_the_costs_of_a_function_are_not_those_of_its_ops_and_the_same_in_every_
 # --- the public interface
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("devices", ["cuda:0,cpu", "cores"])
 def test_a_saved_placement_keeps_the_backward(devices: str, tmp_path: Path) -> None:
     step, path = own_step(STEPS["held"]), tmp_path / "placement.json"

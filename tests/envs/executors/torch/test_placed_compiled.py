@@ -38,6 +38,7 @@ def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
     return PlacedModule(extraction, chosen)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of inductor
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -54,6 +55,7 @@ def test_a_placed_module_is_one_graph_to_dynamo(name: str, backend: str) -> None
     assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_compiled_anew_for_another_placement() -> None:
     step = tiny_models.views()
     extraction = extract(copy.deepcopy(step))
@@ -65,6 +67,7 @@ def test_what_was_compiled_is_compiled_anew_for_another_placement() -> None:
     assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_has_both_modes() -> None:
     step = tiny_models.norm_twice()
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))

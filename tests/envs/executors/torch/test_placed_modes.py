@@ -43,6 +43,7 @@ def answer(step: Workload) -> Any:
         return model(*step.model_inputs, **step.keywords)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "name",
     in_turn(
@@ -59,6 +60,7 @@ def test_other_models_answer_as_they_do_in_eval_mode(name: str, device: torch.de
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_repeats
 def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> None:
     runs = []
     for validate in (False, True):
@@ -80,6 +82,7 @@ def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> 
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow_repeats
 def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.device) -> None:
     extraction = copied(extracted())
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 2))
@@ -97,6 +100,7 @@ def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.
     assert not TRANSFERS
 
 
+@pytest.mark.slow_repeats
 def test_what_is_placed_anew_is_so_in_both_modes(device: torch.device) -> None:
     extraction = copied(extracted())
     expected = answer(extraction.step)
@@ -108,6 +112,7 @@ def test_what_is_placed_anew_is_so_in_both_modes(device: torch.device) -> None:
     torch.testing.assert_close(found.cpu(), expected)
 
 
+@pytest.mark.slow_repeats
 def test_a_call_that_training_lacks_goes_where_its_module_is(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Clamped())
     step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
@@ -132,6 +137,7 @@ class Clamped(nn.Linear):
         return made if self.training else made.clamp(-0.1, 0.1)
 
 
+@pytest.mark.slow
 def test_a_copy_has_both_modes_of_its_own() -> None:
     extraction = copied(extracted())
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True)).eval()
@@ -146,6 +152,7 @@ def test_a_copy_has_both_modes_of_its_own() -> None:
     assert other.train()(*extraction.step.inputs) == (extraction.step.inputs[1] ** 2).mean()
 
 
+@pytest.mark.slow
 def test_a_step_of_inference_may_be_trained_with_its_loss() -> None:
     step = dropping()
     asking = Workload.of(step.model, step.inputs, step.loss, training=False)
@@ -156,6 +163,7 @@ def test_a_step_of_inference_may_be_trained_with_its_loss() -> None:
     assert all(p.grad is not None for p in placed.parameters())
 
 
+@pytest.mark.slow
 def test_a_mode_that_cannot_be_extracted_is_refused() -> None:
     step = dropping()
     extraction = extract(Workload.of(step.model, step.model_inputs, training=False))

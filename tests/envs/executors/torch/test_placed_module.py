@@ -58,6 +58,7 @@ def extracted(writes: tuple[tuple[str, int], ...]) -> Extraction:
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part")), st.integers(0, 2))
 
 
+@pytest.mark.slow_repeats
 @settings(max_examples=8)
 @given(st.lists(WRITES, min_size=2, max_size=8), st.integers(0, 99))
 @pytest.mark.parametrize("kind", [VDEV, FAKE])
@@ -119,6 +120,7 @@ def test_a_tensor_is_sent_once_to_a_device_and_its_view_is_made_there(device: to
     assert_trains_alike(expected.step, placed, steps=1)
 
 
+@pytest.mark.slow_repeats
 def test_the_result_of_a_free_first_call_is_where_its_input_is(device: torch.device) -> None:
     def transposed_and_used(m: nn.Module, x: Tensor) -> Any:
         weight = m.get_submodule("linear").get_parameter("weight").t()
@@ -145,6 +147,7 @@ def test_inputs_may_be_on_any_device(device: torch.device) -> None:
     assert [(torch.device("cpu"), device, x.nbytes)] == TRANSFERS
 
 
+@pytest.mark.slow_repeats
 def test_intermediate_tensors_are_let_go_of_after_their_last_use(device: torch.device) -> None:
     model = Plain(lambda m, x: m.linear(m.linear(m.linear(x))).sin(), linear=nn.Linear(4, 4))
     extraction = extract(Workload.of(model, torch.randn(3, 4), training=False))

@@ -81,6 +81,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("seed", "overlap"),
     [
@@ -102,6 +103,7 @@ def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int, over
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
 
 
+@pytest.mark.slow_repeats
 @MODELS
 def test_training_on_the_gpu_alone_sends_nothing_but_inputs(name: str) -> None:
     extraction = extracted(name)
@@ -160,6 +162,7 @@ def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
         assert all(p.grad is not None and p.grad.device == p.device for p in placed.parameters())
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     ("cuda", "name", "dtype", "tolerance"),
     [

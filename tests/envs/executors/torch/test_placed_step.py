@@ -119,6 +119,7 @@ def test_parameters_are_updated_while_the_backward_pass_goes_on(
     assert seen == [(2, 2), (2, 2)], "weight and bias of a layer, no gradients besides"
 
 
+@pytest.mark.slow_repeats
 @ON_DEVICES
 def test_what_the_optimizer_keeps_follows_its_parameter_and_can_be_loaded() -> None:
     step = with_optimizer(tiny_models.conv_net(), "adamw")
@@ -144,6 +145,7 @@ def test_what_the_optimizer_keeps_follows_its_parameter_and_can_be_loaded() -> N
     assert not any(tensor.any() for tensor in other.optimizer_state().values())
 
 
+@pytest.mark.slow_repeats
 @ON_DEVICES
 def test_parameters_that_are_frozen_later_stay_as_they_are() -> None:
     step = with_optimizer(tiny_models.conv_net(), "adamw", weight_decay=0.1)
@@ -185,6 +187,7 @@ def test_a_model_that_outlives_its_placed_module_keeps_nothing_of_the_optimizer(
 # --- bf16
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize(
     "name",
     ["conv_net", "attention", "tied_weights", pytest.param("nmt", marks=pytest.mark.slow)],
@@ -217,6 +220,7 @@ def both(make: Callable[[], Workload] = tiny_models.conv_net) -> Workload:
     return replace(with_optimizer(make(), "adamw"), dtype="bf16")
 
 
+@pytest.mark.slow
 def test_updates_have_costs_and_memory_where_their_parameters_are() -> None:
     step = both()
     extraction = extract(step)
@@ -239,6 +243,7 @@ def test_updates_have_costs_and_memory_where_their_parameters_are() -> None:
         assert data[i]["colocate"] == home["colocate"] is not None
 
 
+@pytest.mark.slow
 def test_measured_steps_do_all_their_work_and_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.trained_alike import assert_close, with_optimizer
 pytestmark = pytest.mark.usefixtures("second_device")
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("option", ["foreach", "fused"])
 @pytest.mark.parametrize(
     ("names", "scales"),

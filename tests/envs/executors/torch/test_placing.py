@@ -67,6 +67,7 @@ def lines_of(placed: PlacedModule, *names: str) -> list[int]:
     return [next(i for i, line in enumerate(lines) if calls[name] in line) for name in names]
 
 
+@pytest.mark.slow_repeats
 def test_work_for_accelerators_is_launched_before_the_cpu_starts(device: torch.device) -> None:
     extraction = extract(branches())
     placed = PlacedModule(

@@ -53,6 +53,7 @@ def test_without_it_something_goes_wrong(site: Site) -> None:
     assert killer(site, selection), f"nothing fails without {site}"
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", OWN_SCENARIOS)
 def test_with_all_waits_all_goes_well(name: str) -> None:
     for seed in FEW_SEEDS:

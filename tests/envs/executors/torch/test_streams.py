@@ -10,6 +10,7 @@ SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in r
 """The first run streams as late as possible and as early, the others in random orders."""
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_copies_are_right_in_any_order_of_streams(name: str, seed: int) -> None:

@@ -121,6 +121,7 @@ def test_gloo_reduces_tensors_of_gpus_that_are_shared_in_one_level() -> None:
         torch.testing.assert_close(mean, flat_mean(4), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_the_mean_is_the_same_on_all_ranks(name: str) -> None:
     ranks, _, tolerance = REDUCTIONS[name]

@@ -111,6 +111,7 @@ def outcomes() -> list[dict[str, Outcome]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
     first, *others = (of_rank[name] for of_rank in outcomes())
@@ -183,6 +184,7 @@ def averaged_twin(momentum: float, rate: float, nesterov: bool) -> dict[str, Ten
     return common
 
 
+@pytest.mark.slow_repeats
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "asgd"])
 def test_a_method_equals_its_plain_twin(name: str) -> None:
     expected = averaged_twin(*AVERAGES[name]) if name in AVERAGES else synchronous_twin()
