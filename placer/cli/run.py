@@ -43,8 +43,16 @@ if TYPE_CHECKING:
     from placer.parallel.training import Trained
 
 LONGEST_TIMEOUT_S: Final = 1_000_000
-LR: Final = 0.01
-SILENCE_S: Final = 300.0
+_DEFAULTS: Final = {field.name: field.default for field in fields(RunRequest)}
+_OF_TRAINING: Final = (
+    "optimizer",
+    "lr",
+    "checkpoint",
+    "checkpoint_every",
+    "resume",
+    "save",
+    "timeout_s",
+)
 HELP: Final = "train or infer with a placed model; under torchrun one replica per rank"
 _METHODS: Final = "\n".join(f"  {method.name:20}{method.sends}" for method in METHODS)
 EPILOG: Final = f"""\
@@ -89,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     option(group, "--optimizer", "optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
-    option(group, "--lr", "learning rate", type=float, default=LR)
+    option(group, "--lr", "learning rate", type=float, default=_DEFAULTS["lr"])
     option(
         group,
         "--sync",
@@ -108,7 +116,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--timeout-s",
         "seconds of silence after which a rank counts as hung",
         type=float,
-        default=SILENCE_S,
+        default=_DEFAULTS["timeout_s"],
     )
 
 
@@ -230,11 +238,10 @@ def _print(trained: Trained) -> None:
 
 def _infer(args: argparse.Namespace, placement: Placement) -> int:
     """Run forward passes of the placed model in this process and print their median time."""
-    usual = {"optimizer": OPTIMIZERS[0], "lr": LR, "sync": {}, "checkpoint": None}
-    usual |= {"checkpoint_every": None, "resume": False, "save": None, "timeout_s": SILENCE_S}
-    for name, default in usual.items():
-        if getattr(args, name) != default:
-            raise UsageError(f"--{name.replace('_', '-')} is for training, and this is inference")
+    given = [name for name in _OF_TRAINING if getattr(args, name) != _DEFAULTS[name]]
+    if given or args.sync:
+        option = f"--{(given or ['sync'])[0].replace('_', '-')}"
+        raise UsageError(f"{option} is for training, and this is inference")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("inference runs in one process: start it without torchrun")
     import torch

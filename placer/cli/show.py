@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -165,30 +166,36 @@ def write_report(result: Result, args: argparse.Namespace, placement: Path, path
     from placer.report.html import Source, next_commands, page, report_data
 
     names = result.problem.cluster.names
-    place = ["--cluster", str(args.cluster)] if args.cluster else []
-    searched = list(place)
-    if not (place or is_graph_file(args.target)):
+    place: list[str] = []
+    if args.cluster:
+        place = ["--cluster", str(args.cluster)]
+    elif not is_graph_file(args.target):
         place = ["--devices", ",".join(names)]
-        # Replicas and the unplaced model are of other devices than those that were searched.
-        is_part = result.placement.unplaced or result.placement.replicas is not None
-        searched = [] if is_part else list(place)
-        searched = ["--devices", args.devices] if args.devices else searched
-    memory = {name: f"{name}={size}" for name, size in args.memory.items()}
-    if memory:
-        searched += ["--memory", ",".join(memory.values())]
-    if limits := [memory[name] for name in memory if name in names]:
-        place += ["--memory", ",".join(limits)]
+    # Replicas and the unplaced model are of other devices than those that were searched.
+    is_part = result.placement.unplaced or result.placement.replicas is not None
+    searched = [] if is_part and not args.cluster else place
+    searched = ["--devices", args.devices] if args.devices else searched
+    on_names = {name: size for name, size in args.memory.items() if name in names}
     source = Source(
         placement=placement,
         target=args.target,
         devices=names,
-        place=place,
+        place=[*place, *_memory_words(on_names)],
         model=model_options(args),
-        search=[*searched, *_search_words(result.placement, args)],
+        search=[
+            *searched,
+            *_memory_words(args.memory),
+            *_search_words(result.placement, args),
+        ],
         launch=launch_command_of(result, args, placement),
     )
     with writing(path):
         write_whole(path, page(report_data(result, next_commands(source))))
+
+
+def _memory_words(memory: Mapping[str, int]) -> list[str]:
+    limits = [f"{name}={size}" for name, size in memory.items()]
+    return ["--memory", ",".join(limits)] if limits else []
 
 
 def launch_command_of(result: Result, args: argparse.Namespace, path: Path) -> str:

@@ -37,9 +37,7 @@ class Split:
     result: Result | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
-    simulated_one_per_s: float = (
-        np.nan
-    )  # samples of one replica; if it is placed, with the whole global batch
+    simulated_one_per_s: float = np.nan  # samples of one; placed: with the whole global batch
     is_baseline: bool = False  # for comparison, not requested
     why: str = ""
     joined: int = 0  # devices that are one device of an unplaced replica; 0: it is placed

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 
 from envs.executors.checks import checked_rate, load_optimizer_state, matched_leaves
 from envs.executors.cores.custom_ops import registrations
-from envs.executors.cores.errors import WorkerError
 from envs.executors.device_workers.pool import DevicePool, deferred_interrupt
 from envs.executors.device_workers.sharing import SHARING, Sharing
 from envs.executors.device_workers.sources import step_sources
@@ -124,8 +123,7 @@ class PlacedStep:
             ValueError: the batch does not match the example inputs.
             WorkerError: a worker died, hung, or could not run an op.
         """
-        if self._pool.closed:
-            raise WorkerError("the workers of this placed step have ended; place it again")
+        self._pool.check_open()
         self._extraction.check_constants()
         bound = self._step.bound(
             *self._step.unpacked(batch, keywords), training=self._step.training

@@ -155,7 +155,7 @@ class DevicePool:
 
         Ctrl-C has an effect when all have answered, and the workers go on; a second one ends them.
         """
-        self._check_open()
+        self.check_open()
         timeout_s = timeout_s or self.step_timeout_s
         answers: dict[int, Any] = {}
         with deferred_interrupt():
@@ -170,7 +170,7 @@ class DevicePool:
 
     def ask_one(self, number: int, method: str, **arguments: Any) -> Any:
         """Let one worker run a method; Ctrl-C ends the workers, unless the caller defers it."""
-        self._check_open()
+        self.check_open()
         try:
             self._send(number, (method, arguments))
             return self._answer(number)
@@ -178,7 +178,8 @@ class DevicePool:
             self.close()
             raise
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise WorkerError if the workers have ended."""
         if self.closed:
             raise WorkerError("the workers of this placed step have ended; place it again")
 
