@@ -48,7 +48,7 @@ RECORD_RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "samples": (1, LARGEST_INT),
 }
 """Allowed ranges of unitless numbers in ``predicted`` and ``measured``."""
-_ENDINGS: Final[Mapping[str, tuple[float, float]]] = {"_s": (0, 1e9), "_bytes": (0, LARGEST_INT)}
+_ENDINGS: Final[Mapping[str, tuple[float, float]]] = {"_s": (0, 1e10), "_bytes": (0, LARGEST_INT)}
 _TRIAL_KEYS: Final = ("step_s", "predicted_s", "samples")
 MOST_NESTED: Final = 8
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})

@@ -72,11 +72,11 @@ class HostThreads:
             number.setdefault(name, len(number) + len(hosts))
         threads = [number[name] for name in names]
         overlapping = {name for host in hosts if host.overlap for name in host.devices}
-        launch_ns = each_in_nanoseconds(np.array([device.launch_s for device in devices]))
+        launch_ns = _costs_ns(np.array([device.launch_s for device in devices]))
         of_ops = [graph.launches_for(device.kind) for device in devices]
         op_launch_ns = np.column_stack(
             [
-                np.where(np.isnan(s), ns, each_in_nanoseconds(np.nan_to_num(s)))
+                np.where(np.isnan(s), ns, _costs_ns(s))
                 for s, ns in zip(of_ops, launch_ns, strict=True)
             ]
         )
@@ -172,6 +172,8 @@ class Problem:
                 f"graph {graph.name!r} holds {total:.3g} bytes in all; a problem may have 2**62"
             )
         work_ns = float(self.cost_ns.max(axis=1, initial=0).sum(dtype=np.float64))
+        if self.hosts is not None:
+            work_ns += float(self.hosts.op_launch_ns.max(axis=1).sum(dtype=np.float64))
         if work_ns >= LARGEST_TOTAL_NS:
             raise ValueError(
                 f"the ops of graph {graph.name!r} cost {work_ns / 1e9:.3g} s in all, each on its "
@@ -265,9 +267,10 @@ def _costs(graph: GraphArrays, cluster: Cluster, hosts: HostThreads | None) -> t
     for i, names in enumerate(graph.allowed):
         if names is not None:
             allowed[i] &= np.isin(np.array(cluster.names), np.array(names))
-    for g in range(int(graph.group.max(initial=-1)) + 1):
-        members = graph.group == g
-        allowed[members] = allowed[members].all(axis=0)
+    grouped = np.flatnonzero(graph.group >= 0)
+    of_group = np.ones((int(graph.group.max(initial=-1)) + 1, len(cluster)), np.bool_)
+    np.logical_and.at(of_group, graph.group[grouped], allowed[grouped])
+    allowed[grouped] = of_group[graph.group[grouped]]
     stuck = np.flatnonzero(~allowed.any(axis=1))
     if len(stuck):
         raise ValueError(_unplaceable(graph, cluster, int(stuck[0]), len(stuck)))

@@ -108,7 +108,7 @@ class CoreExecutor:
         lists = device_lists(
             self.extraction.program,
             placement.devices,
-            run_order(self.problem, schedule.start_ns),
+            run_order(self.problem, schedule.start_ns, schedule.end_ns),
             self.problem.device_count,
         )
         return _PlacedStep(self, lists)

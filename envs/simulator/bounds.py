@@ -75,6 +75,8 @@ def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
     problem, unit_ns = _counted(problem)
     counts = problem.graph.phase != PHASES.index("optimizer")
     rows = np.flatnonzero(counts | optimizer)
+    if not len(rows):
+        return 0
     return unit_ns * _rounded_up(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
 
 
@@ -93,7 +95,8 @@ def missing_link(problem: Problem) -> str:
 
 def _counted(problem: Problem) -> tuple[Problem, int]:
     """Return the problem in units in which all costs are below 2**39, and the unit in ns."""
-    unit_ns = unit_for(int(problem.cost_ns.max(initial=0)))
+    launch_ns = () if problem.hosts is None else problem.hosts.op_launch_ns
+    unit_ns = unit_for(max(int(problem.cost_ns.max(initial=0)), int(np.max(launch_ns, initial=0))))
     return in_units(problem, unit_ns, round_down=True), unit_ns
 
 

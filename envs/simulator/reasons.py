@@ -31,7 +31,8 @@ def overfull_reason(
 def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int, room: int) -> str:
     graph = problem.graph
     here = np.flatnonzero(devices == d)
-    size = graph.resident_bytes[here] + graph.output_bytes[here]
+    size = graph.resident_bytes + graph.output_bytes + graph.workspace_bytes + problem.held_bytes
+    size = size[here]
     largest = np.argsort(-size, kind="stable")[:LARGEST_SHOWN]
     shown = "; ".join(
         f"{graph.ids[here[k]]}, {human_bytes(int(size[k]))}" for k in largest if size[k] > 0

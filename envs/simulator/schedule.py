@@ -109,14 +109,20 @@ def repeats(problem: Problem, schedule: Schedule, priority: NDArray[np.float64])
 def issue_order(problem: Problem, schedule: Schedule) -> list[int]:
     """Return all ops as the threads of hosts issue them, without hosts by simulated start."""
     if schedule.issued is None:
-        return run_order(problem, schedule.start_ns)
+        return run_order(problem, schedule.start_ns, schedule.end_ns)
     issued: list[int] = schedule.issued.tolist()
     return issued
 
 
-def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:
-    """Return all ops by simulated start; at one instant producers come before their readers."""
+def run_order(
+    problem: Problem, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]
+) -> list[int]:
+    """Return all ops by simulated start.
+
+    At one instant those that take no time come first: another one that starts on their device then
+    may have started after them, never before. Of several, producers come before their readers.
+    """
     rank = np.empty(problem.op_count, np.int64)
     rank[problem.graph.topological] = np.arange(problem.op_count)
-    order: list[int] = np.lexsort((rank, start_ns)).tolist()
+    order: list[int] = np.lexsort((rank, end_ns > start_ns, start_ns)).tolist()
     return order

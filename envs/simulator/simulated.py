@@ -320,6 +320,8 @@ class Simulated:
             doubled, twice = self.run(replace(placement, micro_batches=2 * m))
         except ValueError as error:
             return None, f"{2 * m} micro-batches cannot be simulated: {error}"
+        if INFEASIBLE_NS in (schedule.step_ns, twice.step_ns):
+            return None, f"{2 * m} micro-batches cannot run: {twice.reason}"
         more_ns = busy_ns(doubled, twice) - busy_ns(problem, schedule)
         return max(twice.step_ns - schedule.step_ns, int(more_ns.max())) / m / 1e9, ""
 

@@ -259,4 +259,4 @@ def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
         return issue_order(problem, schedule)
     on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
     launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
-    return run_order(problem, launch_ns)
+    return run_order(problem, launch_ns, schedule.end_ns)

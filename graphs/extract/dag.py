@@ -161,8 +161,9 @@ def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx
 
     A parameter's gradient counts once: as ``gradient_bytes`` of the first op that reads the
     parameter, with or without optimizer. ``output_bytes`` of the op that makes it exclude it,
-    unless something else in the backward pass reads it; then autograd copies it. A parameter that
-    no op reads counts with an op of its module, see :class:`Homes`.
+    unless something else in the backward pass reads it; then autograd copies it. Parameters,
+    buffers and constants count with their first reader, unread parameters and buffers with an op of
+    their module, see :class:`Homes`.
     """
     sizes = _Sizes(program, facts)
     ids = op_ids(facts)
@@ -209,10 +210,13 @@ class _Sizes:
         self.optimizer: Counter[int] = Counter()
         self.edges: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         values, makers = program.values, program.makers()
-        parameters = {
-            s.value: program.first_name(s.name) for s in program.sources if s.role == "parameter"
+        state = {
+            s.value: program.first_name(s.name)
+            for s in program.sources
+            if s.role in ("parameter", "buffer")
         }
-        homeless = set(parameters.values())
+        constants = {s.value for s in program.sources if s.role == "constant"}
+        homeless = set(state.values())
         # The new value of a buffer replaces the old one, so nothing more is kept.
         saved = {values[r.value].root for r in program.results if r.role == "state"}
         trained = {program.first_name(name) for name in program.gradients}
@@ -233,17 +237,20 @@ class _Sizes:
                     if phases == ("forward", "backward") and root not in saved:
                         saved.add(root)
                         self.saved[source] += size
-                elif root in parameters:
-                    if (name := parameters[root]) in homeless:
+                elif root in state:
+                    if (name := state[root]) in homeless:
                         homeless.remove(name)
                         self.parameter[call.op] += size
                         self.gradient[call.op] += size if name in trained else 0
+                elif root in constants:
+                    constants.remove(root)
+                    self.parameter[call.op] += size
                 elif root in kept:
                     self.optimizer[call.op] += size
             if call.shows_part:
                 self.moved[call.op] = 0
         homes = Homes((i, op.module) for i, op in enumerate(facts))
-        for value, name in parameters.items():
+        for value, name in state.items():
             if name in homeless:
                 homeless.remove(name)
                 self.parameter[homes.of(name)] += values[value].size_bytes

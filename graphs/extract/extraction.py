@@ -8,7 +8,7 @@ could accept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -24,7 +24,7 @@ from graphs.extract.eager import check_gradients, check_runs
 from graphs.extract.errors import sentences, short_reason, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace
-from graphs.extract.model_state import Constants, on_host
+from graphs.extract.model_state import Constants, has_memory, on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
@@ -321,6 +321,7 @@ def _of_trace(
 ) -> Extraction:
     name = type(step.model).__name__
     program, facts = convert(traced, ties_of(step))
+    check_memory(step, {result.name for result in program.results if result.role == "state"})
     if program.op_count == 0:
         raise StepError(
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
@@ -378,3 +379,20 @@ def ties_of(step: Workload) -> dict[str, str]:
     state = step.named_state()
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
     return {name: known for name, known in names.items() if name != known}
+
+
+def check_memory(step: Workload, changed: Container[str]) -> None:
+    """Raise ExtractionError if tensors that a step changes or trains begin at the same address."""
+    at: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in step.named_state().items():
+        if has_memory(tensor) and tensor.layout == torch.strided:
+            at.setdefault(tensor.data_ptr(), []).append((name, tensor))
+    at.pop(0, None)  # of empty ones
+    for alike in at.values():
+        names = {id(tensor): name for name, tensor in alike}
+        trained = step.training and any(each.requires_grad for _, each in alike)
+        if len(names) > 1 and (trained or any(name in changed for name, _ in alike)):
+            raise ExtractionError(
+                f"{' and '.join(names.values())} are different tensors in the same memory, which "
+                "a placed step would update apart; make them one tensor, or give each its own"
+            )

@@ -33,6 +33,7 @@ ON_HOST: Final = (
     'load it with dispatch_model(model, device_map, main_device="cpu"): otherwise accelerate '
     "computes on an accelerator what the map gives to the CPU"
 )
+LOADED: Final = "load it with dispatch_model(model, device_map, main_device={!r})"
 OFFLOADED: Final = (
     "in a device_map cpu means offloaded: accelerate sends these weights to the main device in "
     "every step; with the main device cpu it computes on the CPU"
@@ -59,26 +60,34 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     devices = _merged(placed.model, units.devices())
     run = units.run(units.devices())
     used = set(devices.values())
-    remedy = ""
+    offloads = HOST in used and len(used) > 1 and main_device != HOST
+    if offloads and placed.step.training:
+        raise ExportError(
+            "in a device_map cpu means offloaded: accelerate would compute these modules on "
+            f"{main_device} and give their parameters no gradients. Export for the main device "
+            'cpu and use dispatch_model(..., main_device="cpu"), or place without cpu'
+        )
     if len(used) == 1:
-        remedy = ALL_ON_ONE if len(placed_on) == 1 else units.reason or ON_ONE
-    if HOST in used and len(used) > 1:
-        if main_device != HOST and placed.step.training:
-            raise ExportError(
-                "in a device_map cpu means offloaded: accelerate would compute these modules on "
-                f"{main_device} and give their parameters no gradients. Export for the main device "
-                'cpu and use dispatch_model(..., main_device="cpu"), or place without cpu'
-            )
-        remedy = ON_HOST if main_device == HOST else OFFLOADED
-    note = unchecked(placed) if len(used) > 1 else ""
+        remedies = [ALL_ON_ONE if len(placed_on) == 1 else units.reason or ON_ONE]
+    else:
+        remedies = [unchecked(placed), _loading(used, main_device), OFFLOADED if offloads else ""]
     known = {name for name, _ in placed.model.named_modules()} | placed.model.state_dict().keys()
     return FormatOutput(
         content={name: as_written(device) for name, device in devices.items() if name in known},
         runs_on=run.devices,
         not_placed=run.of_loss,
-        is_predictable=remedy != OFFLOADED,
-        remedy="; ".join(filter(None, (note, remedy))),
+        is_predictable=not offloads,
+        remedy="; ".join(filter(None, remedies)),
     )
+
+
+def _loading(used: Collection[str], main_device: str) -> str:
+    """Return how to load a map of several devices, "" if accelerate's defaults do."""
+    if main_device == HOST and HOST in used:
+        return ON_HOST
+    if main_device != main_device_of(used):
+        return LOADED.format(as_written(main_device))
+    return ""
 
 
 def as_written(device: str) -> int | str:

@@ -133,7 +133,11 @@ class CandidateSearch:
         return replace(candidate, prediction=prediction, bound_ns=None)
 
     def _predicted(self, candidate: Candidate, simulated: Simulated) -> Candidate:
-        """Return a candidate with its prediction, as a placement that gives the simulated order."""
+        """Return a candidate with its prediction, as a placement that gives the simulated order.
+
+        Where nothing runs it, it keeps its own priorities if that order is slower: links may serve
+        transfers by priority, and micro-batches have an order of their own.
+        """
         problem, objective = simulated.problem, self.config.objective
         schedule = simulated.simulator.run(candidate.devices, candidate.priority, transfers=False)
         if self.runtime is None:
@@ -157,6 +161,10 @@ class CandidateSearch:
         )
         is_known = objective.micro_batches == 1 and repeats(problem, schedule, priority)
         prediction = objective.predict(simulated, placement, schedule if is_known else None)
+        if self.runtime is None and not is_known:
+            own_order = replace(placement, priority=tuple(candidate.priority.tolist()))
+            own = objective.predict(simulated, own_order)
+            prediction = min(prediction, own, key=lambda each: each.objective_s)
         if self.runtime is not None and np.isfinite(prediction.objective_s):
             peaks = self.runtime.peak_memory_bytes(placement, order) or prediction.peak_memory_bytes
             prediction = replace(prediction, peak_memory_bytes=peaks)

@@ -28,7 +28,7 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
         if ops:
             table.add_row(f"{phase} ops", str(ops))
     table.add_row("FLOPs", human_flops(summary.flops))
-    table.add_row("parameters", human_bytes(summary.parameter_bytes))
+    table.add_row("parameters and buffers", human_bytes(summary.parameter_bytes))
     if summary.gradient_bytes:
         table.add_row("gradients", human_bytes(summary.gradient_bytes))
     if summary.optimizer_bytes:

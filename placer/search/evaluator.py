@@ -105,7 +105,8 @@ class Evaluator:
         """Show a feasible plan to the following decodes; this costs an evaluation."""
         self.costs(plan.devices[None], plan.priority[None])
         start_ns = self.work.start_ns[: len(plan.devices)]
-        order = np.array(run_order(self.problem, start_ns), np.int32)
+        end_ns = start_ns + self.problem.cost_ns[np.arange(len(start_ns)), plan.devices]
+        order = np.array(run_order(self.problem, start_ns, end_ns), np.int32)
         see(self.sight, self.scheduling, plan.devices, start_ns.astype(np.float64), order)
 
     def decode(self, weights: NDArray[np.floating[Any]]) -> tuple[Ints, Floats, Longs]:

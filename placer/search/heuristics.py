@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import permutations
 from typing import ClassVar, Final
 
@@ -122,9 +123,9 @@ def first_layers(problem: Problem, priority: Floats) -> Ints:
 
     Memory is the simulated peak with ops ordered by ``priority`` (N,). A co-location group goes
     with its first layer. An op that is not allowed on its device goes, with its group, to the last
-    allowed one.
+    allowed one. Missing links count as links without delay: in trials the last device has the rest.
     """
-    simulator = Simulator(problem)
+    simulator = Simulator(replace(problem, connected=np.ones_like(problem.connected)))
     number = layer_numbers(problem)
     last = problem.device_count - 1
     ops = np.arange(problem.op_count)

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from envs.placement import OBJECTIVES, Placement, check_micro_batches
-from envs.problem import HORIZON_NS, Problem
+from envs.problem import HORIZON_NS, Floats, Ints, Problem
 from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
 from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
 from envs.simulator.max_load import loads_of, max_load_ns, overload_reason
@@ -54,7 +54,7 @@ class Objective:
         first copy. For throughput, a placer that supports max-load spends a share of the budget on
         balancing loads, as the busiest device sets the pace; its best candidate comes last.
         """
-        unit_ns = search_unit_ns(request.problem, self.micro_batches, _single_ns(request.problem))
+        unit_ns = search_unit_ns(request.problem, self.micro_batches, _known_ns(request.problem))
         shorter = in_units(request.problem, unit_ns)
         start = request.start
         request = replace(request, problem=shorter, unit_ns=unit_ns, start=None)
@@ -156,14 +156,33 @@ def _part(request: SearchRequest, objective: str, begin: float, end: float) -> S
     return replace(request, objective=objective, budget=budget, progress=between)
 
 
-def _single_ns(problem: Problem) -> int:
-    """Return the shortest step of a single device that can hold all ops; 0 if all are short."""
-    if problem.cost_ns.sum(axis=0, dtype=np.float64).max() < HORIZON_NS:
+def _known_ns(problem: Problem) -> int:
+    """Return the shortest step of a single device that can hold all ops; 0 if all are short.
+
+    Where none can, it is the shortest step of the heuristics, 0 if one of these is short.
+    """
+    sent = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
+    longest_s = problem.cost_ns.max(axis=1).sum(dtype=np.float64) / 1e9
+    longest_s += problem.graph.edge_count * problem.latency_s[sent].max(initial=0.0)
+    slowest = problem.bandwidth_bytes_per_s[sent].min(initial=np.inf)
+    longest_s += problem.graph.edge_bytes.sum(dtype=np.float64) / slowest
+    if longest_s * 1e9 < HORIZON_NS:
         return 0
     count = problem.device_count
     devices = np.repeat(np.arange(count, dtype=np.int32)[:, None], problem.op_count, axis=1)
+    if single_ns := _shortest_ns(problem, devices, np.zeros(devices.shape)):
+        return single_ns
+    known = heuristics(Evaluator(problem))
+    if any(each.step_ns < INFEASIBLE_NS for each in known):
+        return 0
+    rows = [np.stack([getattr(each, name) for each in known]) for name in ("devices", "priority")]
+    return _shortest_ns(problem, *rows)
+
+
+def _shortest_ns(problem: Problem, devices: Ints, priority: Floats) -> int:
+    """Return the shortest step of placements (B, N); 0 if none can run."""
     try:
-        steps = Simulator(problem).step_ns(devices, np.zeros(devices.shape))
+        steps = Simulator(problem).step_ns(devices, priority)
     except ValueError:  # longer than any step may be
         return 0
     return int(steps.min()) if steps.min() < INFEASIBLE_NS else 0

@@ -29,7 +29,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import worker_memory
 from envs.simulator import Simulator
-from envs.simulator.schedule import run_order
+from envs.simulator.schedule import issue_order, run_order
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
@@ -128,7 +128,7 @@ def test_the_memory_that_workers_held_is_near_the_prediction() -> None:
 def test_predicted_memory_is_that_of_the_workers_lists() -> None:
     extraction, problem = wide_problem(1 << 30)
     runtime, placement = CoreRuntime(extraction, problem.cluster), candidates(problem)[1]
-    order = run_order(problem, Simulator(problem).run(*placement.arrays()).start_ns)
+    order = issue_order(problem, Simulator(problem).run(*placement.arrays()))
     lists = device_lists(extraction.program, placement.devices, order, 2)
     memory = WorkerMemory(extraction.program)
     expected = dict(zip(problem.cluster.names, map(memory.peak_bytes, lists), strict=True))
@@ -277,7 +277,8 @@ def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.Monke
 
 def test_ops_that_start_at_once_run_after_what_they_read() -> None:
     _, problem = small_problem()
-    order = run_order(problem, np.zeros(problem.op_count, np.int64))
+    at_once = np.zeros(problem.op_count, np.int64)
+    order = run_order(problem, at_once, at_once)
     assert order == problem.graph.topological.tolist()
 
 

@@ -28,7 +28,7 @@ IDS = (
 )
 PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
 RECORD = st.fixed_dictionaries(
-    {"step_s": st.floats(0, 1e9), "note": st.text(PRINTABLE, max_size=5) | st.integers()},
+    {"step_s": st.floats(0, 5.5e9), "note": st.text(PRINTABLE, max_size=5) | st.integers()},
     optional={
         "peak_memory_bytes": st.dictionaries(
             st.text(PRINTABLE, max_size=5), st.integers(0, 2**63 - 1), max_size=2

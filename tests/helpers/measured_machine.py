@@ -18,7 +18,7 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
-from envs.simulator.schedule import run_order
+from envs.simulator.schedule import issue_order
 from placer.ray_cluster.node_step import Runs
 
 HANGS = "hangs"
@@ -66,7 +66,7 @@ class Machine:
 class Order:
     """The order of ops on such a machine."""
 
-    order = staticmethod(lambda problem, schedule: run_order(problem, schedule.start_ns))
+    order = staticmethod(issue_order)
 
 
 @dataclass(frozen=True)

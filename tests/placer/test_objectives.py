@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import placer
 from envs.placement import Placement
-from envs.simulator import Simulated
+from envs.simulator import INFEASIBLE_NS, Simulated
 from graphs.graph import PHASES, add_edge, add_op, new_graph
 from placer.search.annealing.max_load import minimize_max_load
+from placer.search.candidate import Kind
 from placer.search.objectives import Objective
 from placer.search.portfolio import Portfolio
 from placer.search.registry import placer_named
@@ -175,6 +176,26 @@ def test_a_search_compares_long_steps_where_only_too_small_devices_would_be_fast
     [best, *_] = Objective().search(request, Portfolio())
     assert best.step_ns == 4 * 150 * 10**9
     assert min(each.cost_s for each in trace.parts["annealing"].improvements) == 600.0
+
+
+def test_a_search_compares_steps_that_are_long_by_transfers_alone() -> None:
+    graph = new_graph("far apart")
+    for number in range(6):
+        pinned = ("d0",) if number == 0 else ("d1",) if number == 3 else None
+        add_op(graph, str(number), cost_s={"*": 1.0}, devices=pinned)
+    for number in range(5):
+        add_edge(graph, str(number), str(number + 1))
+    problem, *_ = problem_of((graph, one_kind(2, latency_s=600.0), [0] * 6, [0.0] * 6))
+    candidates = Objective().search(SearchRequest(problem, Budget(evaluations=400)), Portfolio())
+    steps = {candidate.kind: candidate.step_ns for candidate in candidates}
+    assert 600 * 10**9 < steps[Kind.HEFT] < steps[Kind.ROUND_ROBIN] < INFEASIBLE_NS
+
+
+def test_the_pace_of_updates_alone_is_no_time() -> None:
+    graph = new_graph("updates")
+    add_op(graph, "update", cost_s={"*": 1.0}, phase="optimizer")
+    problem, *_ = problem_of((graph, one_kind(2), [0], [0.0]))
+    assert Objective(name="throughput", micro_batches=2).lower_bound_s(problem) == 0.0
 
 
 def test_for_throughput_balanced_loads_are_a_candidate_unless_the_rule_has_none() -> None:

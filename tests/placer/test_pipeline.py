@@ -76,12 +76,39 @@ def test_a_schedule_that_priorities_repeat_is_not_simulated_again(seed: int) -> 
     problem, devices, priority = problem_of(random_case(seed, bad_places=False))
     schedule = Simulator(problem).run(devices, priority)
     ordered = np.empty(problem.op_count)
-    ordered[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
+    ordered[run_order(problem, schedule.start_ns, schedule.end_ns)] = np.arange(
+        problem.op_count, 0, -1
+    )
     if schedule.step_ns < INFEASIBLE_NS and repeats(problem, schedule, ordered):
         again = Simulator(problem).run(devices, ordered)
         assert again.start_ns.tolist() == schedule.start_ns.tolist()
         assert again.peak_bytes.tolist() == schedule.peak_bytes.tolist()
         assert again.reason == schedule.reason
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_a_prediction_is_never_worse_than_what_the_search_found(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+
+    class Found(Rule):
+        def candidates(self, evaluator: Evaluator) -> list[Candidate]:
+            return [evaluator.candidate(Kind.OTHER, devices, priority, name="found")]
+
+    step_ns = Evaluator(problem).candidate(Kind.OTHER, devices, priority).step_ns
+    if step_ns < INFEASIBLE_NS:
+        rows = optimize_problem(problem, SearchConfig(placer=Found())).candidates
+        [found] = [row for row in rows if row.name == "found"]
+        assert found.predicted_s * 1e9 < step_ns + 1
+
+
+def test_an_op_that_takes_no_time_is_not_put_behind_one_that_began_when_it_did() -> None:
+    graph = new_graph("waits")
+    add_op(graph, "long", cost_s={"*": 1.0}, devices=("a",))
+    add_op(graph, "free", cost_s={"*": 0.0}, devices=("a",))
+    add_op(graph, "reader", cost_s={"*": 1.0}, devices=("b",))
+    add_edge(graph, "free", "reader")
+    assert optimized(graph, placer="exact").best.predicted_s == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

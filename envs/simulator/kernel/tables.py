@@ -239,8 +239,12 @@ def _autograd(problem: Problem) -> Table:
 
 def _lines(problem: Problem) -> list[int]:
     """Return the line of every queue: ports that one transfer needs together share the lowest."""
-    line = list(range(problem.queue_count))
-    for s, d in np.argwhere(problem.second_queue != NO_QUEUE).tolist():
-        a, b = line[problem.queue[s, d]], line[problem.second_queue[s, d]]
-        line = [min(a, b) if other in (a, b) else other for other in line]
-    return line
+    line, before = np.arange(problem.queue_count), np.zeros(0, np.int64)
+    two = problem.second_queue != NO_QUEUE
+    first, second = problem.queue[two], problem.second_queue[two]
+    while not np.array_equal(line, before):
+        before = line.copy()
+        np.minimum.at(line, first, line[second])
+        np.minimum.at(line, second, line[first])
+    lines: list[int] = line.tolist()
+    return lines

@@ -124,17 +124,15 @@ class _Builder:
             add_edge(self.result, self.ids[maker], self.back_ids[reader], size)
 
     def _parameter_bytes(self) -> tuple[Counter[Unit], Counter[Unit]]:
-        """Return bytes of parameters, and of their gradients, by the unit that they belong to.
+        """Return bytes of parameters and buffers, and of gradients, by the unit they belong to.
 
-        That is the first reader of a parameter, else a unit of its module.
+        That is the first reader, else a unit of their module.
         """
         flow = self.flow
         parameters: Counter[Unit] = Counter()
         gradients: Counter[Unit] = Counter()
         of_unread = Homes((unit, unit.call.path) for unit in self.forward)
         for name, tensor in flow.state.values():
-            if id(tensor) not in flow.trained:
-                continue
             readers = (unit for unit in flow.readers[name] if unit in flow.forward)
             home = next(readers, None) or of_unread.of(name)
             parameters[home] += bytes_of(tensor)

@@ -56,6 +56,12 @@ def ops(costs_us: dict[str, float], edges: str = "") -> nx.DiGraph[str]:
 GPU, OTHER, CPU = 0, 1, 2
 
 
+def test_launches_longer_than_the_simulator_counts_at_once_are_counted_in_full() -> None:
+    devices = tuple(replace(device, launch_s=1000.0) for device in machine().devices)
+    schedule = run(ops({"a": 1e6}), replace(machine(), devices=devices), [GPU])
+    assert schedule.step_ns == 1001 * 10**9
+
+
 @pytest.mark.parametrize("devices", [[GPU] * 4, [GPU, OTHER] * 2])
 def test_a_second_gpu_gains_nothing_where_launches_take_longest(devices: list[int]) -> None:
     schedule = run(ops(dict.fromkeys("abcd", 1.0)), machine(), devices)

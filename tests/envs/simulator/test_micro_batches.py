@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from envs.hardware.cluster import Cluster
+from envs.hardware.cluster import Cluster, Link
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
@@ -271,6 +271,19 @@ def test_a_placement_says_how_many_micro_batches_are_in_flight() -> None:
     assert "in_flight" not in placement.to_dict()
     with pytest.raises(ValueError, match="in_flight is 0, not within 1"):
         replace(placement, in_flight=0)
+
+
+def test_there_is_no_period_where_more_micro_batches_cannot_run() -> None:
+    graph = stages(3, training=True)
+    add_op(graph, "l2", cost_s={"*": 1e-6}, devices=("d2",))
+    pairs = (("d0", "d1"), ("d1", "d2"))
+    links = tuple(Link(between=pair, latency_s=0, bandwidth_bytes_per_s=1e9) for pair in pairs)
+    cluster, arrays = replace(one_kind(3), links=links), GraphArrays.from_graph(graph)
+    placed = Placement.of(arrays, cluster, devices_of(graph), np.zeros(len(arrays)))
+    [found] = Simulated(Problem.of(arrays, cluster)).evaluate([replace(placed, micro_batches=3)])
+    assert found.feasible
+    assert found.period_s is None
+    assert found.no_period_reason.startswith("6 micro-batches cannot run: op 'l2[3]' on d2")
 
 
 def test_steps_that_cannot_be_repeated_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_peak_memory_counts_what_is_alive() -> None:
 
 def test_a_full_device_is_named_with_what_is_missing_and_its_largest_ops() -> None:
     graph = fork(3, moved=400_000_000)
-    graph.nodes["1"]["parameter_bytes"] = 900_000_000
+    graph.nodes["1"]["workspace_bytes"] = 900_000_000
     cluster = one_kind(2)
     schedule = run(graph, cluster, [0, 1, 1, 1])
     assert not schedule.feasible

@@ -107,9 +107,16 @@ def assert_sizes_are_those_of_a_real_run(extraction: Extraction, name: str) -> N
     if not name.startswith("lstm") and (name, step.training) != ("attention", False):
         assert total(extraction, "flops") == counter.get_total_flops() > 0
     parameters = list(step.model.parameters())
-    assert total(extraction, "parameter_bytes") == sum(p.nbytes for p in parameters)
+    held = [*parameters, *step.model.buffers(), *constants_of(extraction)]
+    assert total(extraction, "parameter_bytes") == sum(tensor.nbytes for tensor in held)
     gradients = sum(p.nbytes for p in parameters if p.grad is not None)
     assert total(extraction, "gradient_bytes") == gradients
+
+
+def constants_of(extraction: Extraction) -> list[torch.Tensor]:
+    program = extraction.step_program
+    sources = () if program is None else program.sources
+    return [source.tensor for source in sources if source.tensor is not None]
 
 
 def assert_backward_ops_are_with_their_forward_ops(extraction: Extraction) -> None:

@@ -18,7 +18,7 @@ from graphs.extract import Extraction, Workload, extract
 from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
-from placer.exports.device_map import OFFLOADED, ON_HOST, ON_ONE, device_map
+from placer.exports.device_map import LOADED, OFFLOADED, ON_HOST, ON_ONE, device_map
 from placer.exports.dry_run import flow
 from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
@@ -237,7 +237,7 @@ def test_a_placement_by_layers_is_written_as_it_is() -> None:
         "model.norm": 1,
         "lm_head": 1,
     }
-    assert (found.moved_op_count, found.remedy) == (0, "")
+    assert (found.moved_op_count, found.remedy) == (0, LOADED.format(1))
 
 
 def test_only_what_meets_is_joined() -> None:
@@ -383,8 +383,9 @@ def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
     renamed = dict(zip(cores, GPUS, strict=True))
     with pytest.raises(ExportError, match="two devices would be cuda:1: give each a name"):
         halves(cores, renamed=dict.fromkeys(cores, "cuda:1"))
-    content = device_map(halves(cores, renamed=renamed, main_device="cuda:1")).content
-    assert (content["0"], content["4"]) == (0, 1)
+    found = device_map(halves(cores, renamed=renamed, main_device="cuda:1"))
+    assert (found.content["0"], found.content["4"]) == (0, 1)
+    assert found.remedy == LOADED.format(1)
 
 
 def test_a_set_of_cores_is_renamed_as_its_first_core_is() -> None:

@@ -18,7 +18,7 @@ from envs.executors.cores.errors import WorkerError
 from envs.placement import Placement
 from envs.problem import Floats, Ints, Problem
 from envs.simulator import Simulator
-from envs.simulator.schedule import run_order
+from envs.simulator.schedule import issue_order
 from graphs.extract import Workload
 from placer.cli.main import main
 from placer.policies import load
@@ -62,7 +62,7 @@ def decoders_on(
 
 def in_simulated_order(problem: Problem, devices: Ints, priority: Floats) -> tuple[Ints, Floats]:
     """Return a placement that runs its ops in the order in which the simulator would."""
-    order = run_order(problem, Simulator(problem).run(devices, priority).start_ns)
+    order = issue_order(problem, Simulator(problem).run(devices, priority))
     ranks = np.zeros(len(devices))
     ranks[order] = -np.arange(len(devices))
     return devices, ranks

@@ -113,6 +113,13 @@ def test_layers_fill_devices_although_ops_are_pinned_to_the_first() -> None:
     assert filled(pinned) == [0] * 2 + [1] * 4 + [2] * 5 + [0]
 
 
+def test_layers_fill_devices_although_no_link_leads_to_the_last_one() -> None:
+    problem = chain((45, 45, 1000))
+    connected = problem.connected.copy()
+    connected[0, 2] = connected[2, 0] = False
+    assert filled(replace(problem, connected=connected)) == [0] * 4 + [1] * 4 + [2] * 4
+
+
 def test_a_device_that_can_run_nothing_has_no_part_of_a_layer_split() -> None:
     problem = chain((1000, 1000, 1000))
     allowed = problem.allowed.copy()
