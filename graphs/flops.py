@@ -58,12 +58,13 @@ def further_formulas() -> dict[Any, Callable[..., Any]]:
 
 
 def is_composite(target: Any) -> bool:
-    """Return whether an operator is implemented by calls of other operators."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    """Return whether torch runs an operator by calls of other operators, also when it trains."""
     return (
         isinstance(target, torch._ops.OpOverload)
         and torch._C._dispatch_has_kernel(target._schema.name)
-        and bool(target.has_kernel_for_dispatch_key(composite))
+        and torch._C._dispatch_has_kernel_for_dispatch_key(
+            target._name, "CompositeImplicitAutograd"
+        )
     )
 
 

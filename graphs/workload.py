@@ -94,10 +94,16 @@ class Workload:
         ``**kwargs``: has no parameter for, or the one called "target"), or the last argument.
 
         Raises:
-            StepError: a loss function has no target, or several entries could be it; torch cannot
-                find the tensors of an input, or one is an array of numpy.
+            StepError: the model is no module; a loss function has no target, or several entries
+                could be it; torch cannot find the tensors of an input, or one is an array of numpy.
             ValueError: there is no such optimizer or dtype.
         """
+        if not isinstance(model, nn.Module):
+            raise StepError(
+                f"the model is {'the class ' if isinstance(model, type) else 'of the class '}"
+                f"{(model if isinstance(model, type) else type(model)).__name__}, not an "
+                "instance of torch.nn.Module"
+            )
         inputs, keywords = arguments(example_inputs)
         if target is not None:
             if loss is None:

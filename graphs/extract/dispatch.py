@@ -27,7 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from graphs.extract.autocast import autocast
+from graphs.extract.constants import (
+    check_not_replaced,
+    read_elsewhere,
+    replaced,
+    tensor_attributes,
+)
 from graphs.extract.convert import Traced
+from graphs.extract.decomposed import trained_as_in_eager_mode
 from graphs.extract.eager import try_fakes, without_meta
 from graphs.extract.errors import (
     custom_backward_checked,
@@ -42,11 +49,8 @@ from graphs.extract.export.trace import Position
 from graphs.extract.fx_nodes import constants_of, drop_unread, written_arguments
 from graphs.extract.model_state import (
     GradientWatch,
-    check_not_replaced,
     check_same_form,
-    replaced,
     substituted,
-    tensor_attributes,
     tracing,
     with_distinct_inputs,
 )
@@ -55,7 +59,6 @@ from graphs.extract.program import Result, Role, Source
 from graphs.extract.reads.checks import is_decided, running_check
 from graphs.extract.reads.known_values import drawn_from
 from graphs.extract.reads.value_reads import lines_that_read, readable, reads_values, steering
-from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.inputs import PLAIN, flatten_objects
 from graphs.workload import ExtractionError, LossModule, Workload
 
@@ -162,6 +165,11 @@ class _Recording:
                 returned = self._outputs(output)
             check_not_replaced(replaced(attributes), lambda t: id(t) in recorder.read)
             returned += self._new_state(wrapped)
+            changed = {result.name for result in self.results if result.role == "state"}
+            for source, tensor in zip(self.sources, self.tensors, strict=True):
+                trained = self.step.training and tensor.requires_grad
+                if id(tensor) in recorder.read and (trained or source.name in changed):
+                    raise ExtractionError(read_elsewhere(source.name))
         self.returned = [
             t.from_functional() if isinstance(t, FunctionalTensor) else t for t in returned
         ]

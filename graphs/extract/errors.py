@@ -282,8 +282,8 @@ def custom_backward_checked(
 
     Reentrant checkpointing, which no extractor can follow, is a StepError. ``functions`` is called
     in place of functions with a backward of their own, except torch's; hooks on gradients, and
-    reads of ``grad_fn``, which may lead to such, are refused then. With ``saving``, hooks on saved
-    tensors are, as in activation checkpointing.
+    reads of ``grad_fn``, which may lead to such, and inference mode are refused then. With
+    ``saving``, hooks on saved tensors are, as in activation checkpointing.
     """
     if not step.training:
         yield
@@ -295,7 +295,7 @@ def custom_backward_checked(
                 f"{path or name} has a hook for its backward pass (register_full_backward_hook), "
                 "which only a recording shows (dispatch)"
             )
-    enter = saved_tensors_hooks.__enter__
+    enter, enter_mode = saved_tensors_hooks.__enter__, torch.inference_mode.__enter__
     register: Callable[..., Any] = vars(torch.Tensor)["register_hook"]
     transformed: Callable[..., Any] = vars(autograd_function)["custom_function_call"]
     node: Any = inspect.getattr_static(torch.Tensor, "grad_fn")
@@ -355,6 +355,14 @@ def custom_backward_checked(
         finally:
             reading.pop()
 
+    def checked_mode(mode: torch.inference_mode) -> None:
+        if functions is not None and mode.mode:
+            raise ExtractionError(
+                f"{name} computes a part without gradients{here()} (torch.inference_mode), which "
+                "torch.export takes for a part with gradients; no_grad does the same"
+            )
+        enter_mode(mode)
+
     # Torch has no hook for these calls, so functions are replaced meanwhile: those that
     # Function.apply calls, since a model may hold that itself (``gelu = GeLU.apply``).
     with contextlib.ExitStack() as restored:
@@ -364,6 +372,7 @@ def custom_backward_checked(
             (saved_tensors_hooks, "__enter__", checked_enter),
             (torch.Tensor, "register_hook", checked_hook),
             (torch.Tensor, "grad_fn", property(checked_node)),
+            (torch.inference_mode, "__enter__", checked_mode),
         ):
             if attribute in vars(owner):  # also where one of these contexts is within another
                 restored.callback(setattr, owner, attribute, vars(owner)[attribute])

@@ -8,7 +8,7 @@ could accept.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from graphs.extract.constants import Constants, check_apart, check_dense
 from graphs.extract.convert import OpFacts, Traced, convert
 from graphs.extract.dag import build_graph, calls_of
 from graphs.extract.dispatch import record
@@ -24,7 +25,7 @@ from graphs.extract.eager import check_gradients, check_runs
 from graphs.extract.errors import sentences, short_reason, shown_lines
 from graphs.extract.export.forward import ForwardProgram, forward_program
 from graphs.extract.export.trace import trace
-from graphs.extract.model_state import Constants, has_memory, on_host
+from graphs.extract.model_state import on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
@@ -304,6 +305,7 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
         if extractor == "modules":
             graph, units, forward_of = module_graph(step)
             return Extraction(step, graph, None, None, forward_of, "modules", units=units)
+        check_dense(step)
         constants = Constants(step)
         traced = trace(step) if extractor == "export" else record(step)
         return _of_trace(step, traced, extractor, constants)
@@ -321,7 +323,6 @@ def _of_trace(
 ) -> Extraction:
     name = type(step.model).__name__
     program, facts = convert(traced, ties_of(step))
-    check_memory(step, {result.name for result in program.results if result.role == "state"})
     if program.op_count == 0:
         raise StepError(
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
@@ -334,6 +335,14 @@ def _of_trace(
     forward, call_of, no_forward = _forward(step, traced, program, facts)
     held = (*program.sources, *(forward.sources if forward is not None else ()))
     tensors = [source.tensor for source in held if source.tensor is not None]
+    changed = {result.name for result in program.results if result.role == "state"}
+    check_apart(step, tensors, changed)
+    state = step.named_state()
+    if empty := sorted(name for name in changed if not state[name].numel()):
+        raise ExtractionError(
+            f"{empty[0]} of {type(step.model).__name__} is empty until the model has run: run the "
+            "model once first, on the example inputs"
+        )
     constants.hold([*tensors, *traced.steering])
     return Extraction(
         step=step,
@@ -379,20 +388,3 @@ def ties_of(step: Workload) -> dict[str, str]:
     state = step.named_state()
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
     return {name: known for name, known in names.items() if name != known}
-
-
-def check_memory(step: Workload, changed: Container[str]) -> None:
-    """Raise ExtractionError if tensors that a step changes or trains begin at the same address."""
-    at: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in step.named_state().items():
-        if has_memory(tensor) and tensor.layout == torch.strided:
-            at.setdefault(tensor.data_ptr(), []).append((name, tensor))
-    at.pop(0, None)  # of empty ones
-    for alike in at.values():
-        names = {id(tensor): name for name, tensor in alike}
-        trained = step.training and any(each.requires_grad for _, each in alike)
-        if len(names) > 1 and (trained or any(name in changed for name, _ in alike)):
-            raise ExtractionError(
-                f"{' and '.join(names.values())} are different tensors in the same memory, which "
-                "a placed step would update apart; make them one tensor, or give each its own"
-            )

@@ -1,33 +1,32 @@
-"""State of a step's model: contexts that replace it temporarily, and constants of its programs.
-
-The contexts give a step other tensors or another mode, and restore its model on exit.
-:class:`Constants` are what a traced program holds besides parameters, buffers and tensors of the
-inputs: neither the program nor its readers see a change of them.
-"""
+"""State of a step's model: contexts that replace it temporarily, and restore the model on exit."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from graphs.arguments import contexts_by_name, leaves_by_path
-from graphs.extract.errors import explained, quiet, short_reason
+from graphs.extract.constants import replaced, tensor_attributes, version_of
+from graphs.extract.errors import explained, quiet
 from graphs.extract.module_calls import module_paths
-from graphs.inputs import PLAIN, snapshot, tensors_within
 from graphs.workload import ExtractionError, Workload
 
-OF_MODULES: Final = frozenset(vars(nn.Module()))
 Copier = Callable[[torch.Tensor], torch.Tensor]
+CONTAINERS: Final = (list, set, dict, OrderedDict)
+NO_CONTENT: Final = (type, FunctionType, ModuleType, nn.Module, torch.Tensor)
+DEPTH: Final = 3
+LARGEST: Final = 10_000
+"""Number of entries above which those of a container are not looked into."""
 
 
 @contextlib.contextmanager
@@ -138,37 +137,76 @@ def in_step_mode(step: Workload) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
     Modules in eval mode within a model in train mode stay in eval mode. On exit all attributes of
-    the model's modules are restored.
+    the model's modules are restored, and what their code has cached.
     """
-    attributes = [_Attributes(module) for module in module_paths(step)]
+    before = _Snapshot(step)
     if step.model.training is not step.training:
         step.model.train(step.training)
     try:
         with torch.set_grad_enabled(step.training):
             yield
     finally:
-        for snapshot in attributes:
-            snapshot.restore()
+        before.restore()
 
 
-class _Attributes:
-    """Snapshot of a module's attributes, including the content of lists, sets and dicts."""
+class _Snapshot:
+    """Attributes of a step's modules, and globals of the Python modules that define them.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.now = vars(module)
-        self.before = dict(self.now)
-        self.contents = [
-            (value, copy.copy(value))
-            for value in self.before.values()
-            if type(value) in (list, set, dict, OrderedDict)
-        ]
+    Included are the contents of lists, sets, dicts and objects in these, to a depth of
+    :data:`DEPTH`. A function that caches its results forgets them if it has added any: tensors of a
+    trace are no results for others.
+    """
+
+    def __init__(self, step: Workload) -> None:
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._caches: dict[int, tuple[Any, int]] = {}
+        modules = module_paths(step)
+        for module in modules:
+            self._keep(vars(module), DEPTH)
+        classes = {cls for module in modules for cls in type(module).__mro__}
+        own = [cls for cls in classes if _is_of_model(cls.__module__)]
+        for cls in own:
+            self._keep_values(vars(cls), 1)
+        for home in {cls.__module__ for cls in own} | {getattr(step.loss, "__module__", "")}:
+            if home in sys.modules and _is_of_model(home):
+                self._keep(vars(sys.modules[home]), 1)
+
+    def _keep(self, value: Any, depth: int) -> None:
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._caches[id(value)] = value, value.cache_info().misses
+        if type(value) not in CONTAINERS:
+            is_plain = _is_of_model(type(value).__module__) and not isinstance(value, NO_CONTENT)
+            value = getattr(value, "__dict__", None) if is_plain else None
+        if type(value) not in CONTAINERS or id(value) in self._contents:
+            return
+        self._contents[id(value)] = value, copy.copy(value)
+        if depth and len(value) <= LARGEST:
+            self._keep_values(value, depth - 1)
+
+    def _keep_values(self, container: Any, depth: int) -> None:
+        for value in [*(container.values() if isinstance(container, Mapping) else container)]:
+            self._keep(value, depth)
 
     def restore(self) -> None:
-        self.now.clear()
-        self.now.update(self.before)
-        for value, content in self.contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+        """Give all that has changed its former content."""
+        for now, before in self._contents.values():
+            if _identities(now) != _identities(before):
+                now.clear()
+                (now.extend if isinstance(now, list) else now.update)(before)
+        for cache, misses in self._caches.values():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _is_of_model(home: str) -> bool:
+    """Return whether a Python module may be that of a model: not one of torch or of Python."""
+    return home.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
+
+
+def _identities(container: Any) -> object:
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return (set if isinstance(container, set) else list)(map(id, container))
 
 
 @contextlib.contextmanager
@@ -229,129 +267,6 @@ def check_same_form(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
         )
 
 
-# --- constants of a traced program
-
-
-Slot = tuple[str, dict[str, Any], str, list[torch.Tensor]]
-"""Path of an attribute, the dict that it is in, its name there, and the tensors that it holds."""
-
-
-def tensor_attributes(paths: Mapping[nn.Module, str]) -> list[Slot]:
-    """Return the attributes of modules that hold tensors, but are no parameters or buffers."""
-    return [
-        (f"{path}.{name}" if path else name, vars(module), name, tensors)
-        for module, path in paths.items()
-        for name, value in vars(module).items()
-        if name not in OF_MODULES and (tensors := [*tensors_within(value, nn.Module)])
-    ]
-
-
-def replaced(slots: Iterable[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor that is no longer in its attribute, with the path of that."""
-    for path, owner, name, tensors in slots:
-        now = owner.get(name)
-        if now is not tensors[0] or len(tensors) > 1:
-            kept = {id(tensor) for tensor in tensors_within(now, nn.Module)}
-            yield from ((path, tensor) for tensor in tensors if id(tensor) not in kept)
-
-
-def check_not_replaced(
-    gone: Iterable[tuple[str, torch.Tensor]], is_read: Callable[[torch.Tensor], bool]
-) -> None:
-    """Raise if the tensor of an attribute was read, as a constant of a trace, and replaced."""
-    for path, tensor in gone:
-        if is_read(tensor):
-            raise ExtractionError(
-                f"the model assigns {path}, which it reads and which is neither a parameter "
-                "nor a buffer; make it one with register_buffer"
-            )
-
-
-class Constants:
-    """Constants of a traced program: objects among the inputs, and tensors.
-
-    Made before the trace; ``hold`` adds the tensors of the program.
-    """
-
-    def __init__(self, step: Workload) -> None:
-        """Remember the objects among the inputs of a step.
-
-        Raises:
-            ExtractionError: whether one changes cannot be seen.
-        """
-        self._model = type(step.model).__name__
-        self._paths = module_paths(step)
-        self._objects = [
-            (path, leaf, _snapshot(path, leaf))
-            for path, leaf in leaves_by_path(step.step_inputs, step.keywords).items()
-            if type(leaf) not in PLAIN and not isinstance(leaf, torch.Tensor)
-        ]
-        self._inputs = step.step_inputs, step.keywords
-        self._contexts = contexts_by_name(*self._inputs)
-        self._tensors: list[tuple[torch.Tensor, int]] = []
-        self._attributes: list[Slot] = []
-
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember the tensors of the traced program, and the attributes that they are in.
-
-        Raises:
-            ExtractionError: the trace has changed an object.
-        """
-        for what in self._changed_objects():
-            raise ExtractionError(
-                f"the model changes {what}, which a placed step would not; return what it computes"
-            )
-        held = [tensor for tensor in tensors if has_memory(tensor)]
-        self._tensors = [(tensor, _version(tensor)) for tensor in held]
-        self._attributes = [
-            slot
-            for slot in tensor_attributes(self._paths)
-            if any(is_part_of(held, tensor) for tensor in slot[3])
-        ]
-
-    def check(self) -> None:
-        """Check that all is as it was when the step was extracted.
-
-        Raises:
-            ValueError: an object or a tensor has changed.
-        """
-        for what in self._changed_objects():
-            raise ValueError(
-                f"{what}, has changed since the step was extracted, and is a constant of the "
-                "placed step: only tensors may change from batch to batch; place the model again"
-            )
-        for path, _ in replaced(self._attributes):
-            raise ValueError(self._changed(path))
-        for tensor, version in self._tensors:
-            if _version(tensor) != version:
-                paths = (slot[0] for slot in self._attributes if is_part_of(slot[3], tensor))
-                raise ValueError(self._changed(next(paths, "a tensor outside of the modules")))
-
-    def _changed_objects(self) -> Iterator[str]:
-        for path, leaf, before in self._objects:
-            if _snapshot(path, leaf) != before:
-                yield f"input {path}, a {type(leaf).__name__}"
-        if self._contexts and (now := contexts_by_name(*self._inputs)) != self._contexts:
-            name = next(name for name in now if now[name] != self._contexts.get(name))
-            yield f"input [{name!r}], in more than its tensors"
-
-    def _changed(self, what: str) -> str:
-        return (
-            f"{what} of {self._model} has changed since the step was extracted, and is a constant "
-            "of the placed step: it is neither a parameter nor a buffer; make it one with "
-            "register_buffer, or place the model again"
-        )
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values; fake ones and those on the meta device have none."""
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 class GradientWatch:
     """Notices that gradients (``.grad``) of named tensors are assigned or written in place."""
 
@@ -368,22 +283,4 @@ class GradientWatch:
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    return tensor.grad, 0 if tensor.grad is None else _version(tensor.grad)
-
-
-def is_part_of(tensors: Iterable[torch.Tensor], one: torch.Tensor) -> bool:
-    """Return whether a tensor begins where one of others does."""
-    return has_memory(one) and any(
-        has_memory(tensor) and tensor.data_ptr() == one.data_ptr() for tensor in tensors
-    )
-
-
-def _snapshot(path: str, value: Any) -> Any:
-    try:
-        return snapshot(value)
-    except Exception as error:
-        raise ExtractionError(
-            f"input {path} is a {type(value).__name__}, which would be a constant of the placed "
-            f"step, but whether it changes cannot be seen ({short_reason(error)}); make it in the "
-            "model's forward, or give the numbers and tensors that it stands for"
-        ) from error
+    return tensor.grad, 0 if tensor.grad is None else version_of(tensor.grad)

@@ -34,7 +34,7 @@ Layer = Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]
 
 
 @contextlib.contextmanager
-def trained_as_in_eager_mode() -> Iterator[None]:
+def layers_as_in_eager_mode() -> Iterator[None]:
     """Trace recurrent layers with the ops of eager mode, and with dropout between them."""
     helper: Callable[..., Any] = decompositions._rnn_helper
     replaced = {

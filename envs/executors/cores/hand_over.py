@@ -51,6 +51,7 @@ class HandOver:
         self._form = ExampleForm.of(step)
         self._state: dict[str, torch.Tensor] = {}
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def share(self) -> None:
         """Move parameters and buffers into the arena, as the same objects: new ones are copied.
@@ -120,6 +121,7 @@ class HandOver:
             self._outputs,
         )
 
+    @torch.inference_mode(mode=False)
     def close(self) -> None:
         """Give the model memory of its own again; safe to call twice."""
         state = self._step.named_state()

@@ -78,7 +78,8 @@ class PlacedModel:
             self._number = self._pool.load(lists)
             if self._step.optimizer is not None:
                 begin_updates(self._pool.arena, self._step.optimizer.learning_rate)
-            self._handed = HandOver(self._pool.arena, self._step, extraction.outputs)
+            with torch.inference_mode(mode=False):  # the model trains on its memory
+                self._handed = HandOver(self._pool.arena, self._step, extraction.outputs)
             self._handed.share()
         except BaseException:
             self.close()

@@ -241,7 +241,10 @@ class WorkerPool:
         custom_ops = registrations(self.program)
         seed = torch.initial_seed()
         setups = [
-            Setup(d, count, len(its_cores), spread_seed(seed, d), without_constants, custom_ops)
+            Setup(
+                *(d, count, len(its_cores), spread_seed(seed, d), torch.get_default_dtype()),
+                *(without_constants, custom_ops),
+            )
             for d, its_cores in enumerate(self._cores)
         ]
         self._ask(dict(enumerate(setups)), timeout_s=START_TIMEOUT_S)

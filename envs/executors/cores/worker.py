@@ -52,6 +52,7 @@ class Setup:
     device_count: int
     threads: int
     seed: int
+    default_dtype: torch.dtype
     program: StepProgram
     custom_ops: Registrations
 
@@ -131,6 +132,7 @@ class Worker:
             setup.custom_ops.load()
         torch.set_num_threads(setup.threads)
         torch.manual_seed(setup.seed)
+        torch.set_default_dtype(setup.default_dtype)
         arena, board, *counters = shared
         devices = range(setup.device_count)
         self.program = setup.program

@@ -114,6 +114,7 @@ class DevicePool:
                     source=sources.devices[number],
                     constants=constants,
                     dtype=dtype,
+                    default_dtype=torch.get_default_dtype(),
                     optimizer=optimizer,
                 )
                 for number, device in enumerate(self.devices)

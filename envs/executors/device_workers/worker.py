@@ -52,6 +52,7 @@ class Setup:
     source: DeviceSource
     constants: Mapping[int, torch.Tensor]
     dtype: str
+    default_dtype: torch.dtype
     optimizer: Optimizer | None
 
 
@@ -75,6 +76,7 @@ class Worker:
     def __init__(self, setup: Setup, sharing: Sharing, memory_file: int) -> None:
         torch.set_num_threads(setup.threads)
         torch.manual_seed(setup.seed)
+        torch.set_default_dtype(setup.default_dtype)
         self.device = setup.devices[setup.number]
         self._setup = setup
         self._sharing = sharing

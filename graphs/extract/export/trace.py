@@ -30,7 +30,9 @@ from graphs.extract.autocast import (
     share_casts,
     without_casts,
 )
+from graphs.extract.constants import check_not_replaced, is_part_of
 from graphs.extract.convert import Traced
+from graphs.extract.decomposed import trained_as_in_eager_mode
 from graphs.extract.eager import check_runs, has_no_values, without_meta
 from graphs.extract.errors import custom_backward_checked, writes_input
 from graphs.extract.export.descriptions import input_of, is_output, output_of
@@ -45,16 +47,13 @@ from graphs.extract.fx_nodes import (
     tag_calls,
 )
 from graphs.extract.model_state import (
-    check_not_replaced,
     in_step_mode,
-    is_part_of,
     tracing,
     with_distinct_inputs,
     written_when_assigned,
 )
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.reads.answers import CheckReads
-from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.precision import FULL
 from graphs.workload import (
     WRAPPED,

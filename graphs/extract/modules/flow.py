@@ -18,10 +18,10 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphs.extract.constants import tensor_attributes
 from graphs.extract.eager import run_step
 from graphs.extract.errors import writes_input
 from graphs.extract.fx_nodes import written_arguments
-from graphs.extract.model_state import tensor_attributes
 from graphs.extract.module_calls import ModuleCall, Unit, Units, module_paths
 from graphs.flops import flops_by_formula, is_composite
 from graphs.workload import Workload
@@ -44,7 +44,11 @@ class Flow(Units):
         self._alive: dict[int, torch.UntypedStorage] = {}
         self.forward: dict[Unit, Work] = {}
         self.backward: dict[Unit, Work] = {}
-        self.state = {self._key(t): (name, t) for name, t in reversed(step.named_state().items())}
+        self.state = {
+            self._key(part): (name, part)
+            for name, tensor in reversed(step.named_state().items())
+            for part in tensors_in(tensor)
+        }
         self.trained = {id(p) for p in step.model.parameters()}
         if step.training and isinstance(step.loss, torch.nn.Module):
             self.trained |= {id(p) for p in step.loss.parameters()}

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import networkx as nx
 
+from graphs.extract.decomposed import trained_as_in_eager_mode
 from graphs.extract.eager import check_gradients, runnable, try_fakes
 from graphs.extract.errors import custom_backward_checked
 from graphs.extract.fx_nodes import numbered
 from graphs.extract.model_state import tracing
 from graphs.extract.module_calls import Homes, Unit
 from graphs.extract.modules.flow import Flow, Work, bytes_of
-from graphs.extract.recurrent import trained_as_in_eager_mode
 from graphs.graph import add_edge, add_op, new_graph, topological_order
 from graphs.synthetic.mirror import backward_id
 from graphs.workload import ExtractionError, StepError, Workload

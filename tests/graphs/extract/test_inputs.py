@@ -170,3 +170,10 @@ def test_a_program_with_dynamic_sizes_is_placed_for_the_example(extractor: str) 
         module.training = False
     extraction = extract(Workload(dynamic, (X,), training=False), extractor)
     assert total(extraction, "flops") == 2 * 4 * (8 * 8 + 8 * 2)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(StepError, match="the model is the class Linear, not an instance of torch"):
+        Workload.of(nn.Linear, X, training=False)  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="the model is of the class function, not an instance"):
+        Workload.of(lambda x: x, X, training=False)  # type: ignore[arg-type]

@@ -312,3 +312,26 @@ def hook_of_edge(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("function", [hook_of_node, hook_before_node, hook_of_edge])
 def test_hooks_of_nodes_of_autograd_are_recorded(function: Callable[..., Any]) -> None:
     assert_is_recorded(function, 2, "grad_fn")
+
+
+@torch.inference_mode()
+def inferred(m: Any, x: Tensor) -> Any:
+    return m.first(x)
+
+
+def inferred_within(m: Any, x: Tensor) -> Any:
+    with torch.inference_mode():
+        return m.first(x)
+
+
+@pytest.mark.parametrize("first", [inferred, inferred_within])
+def test_inference_mode_within_a_training_step_is_left_to_a_recording(
+    first: Callable[..., Any],
+) -> None:
+    step = two_layers(lambda m, x: m.second(first(m, x).clone()))
+    with pytest.raises(ExtractionError, match=r"without gradients .*inference_mode"):
+        extract(step, "export")
+    extraction = extract(step)
+    assert extraction.extractor == "dispatch"
+    assert set(extraction.program.gradients) == {"second.weight", "second.bias"}
+    one_process.assert_runs_as_eager(extraction)

@@ -15,7 +15,7 @@ from envs.executors.cores.arena import load_example
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import WorkerPool
 from graphs.extract import Extraction, Workload, extract
-from graphs.extract.recurrent import WORKSPACE, saves_workspace, trained_as_in_eager_mode
+from graphs.extract.recurrent import WORKSPACE, layers_as_in_eager_mode, saves_workspace
 from graphs.graph import attributes_of
 from tests.helpers import one_process
 from tests.helpers.placed_steps import two_cores
@@ -187,7 +187,7 @@ def test_a_graph_does_not_depend_on_the_cache_of_fake_tensors() -> None:
 def test_torch_traces_as_before_afterwards() -> None:
     names = ("_rnn_helper", "select_one_layer_lstm_function", "one_layer_rnn")
     before = [getattr(decompositions, name) for name in names]
-    with pytest.raises(KeyError), trained_as_in_eager_mode():
+    with pytest.raises(KeyError), layers_as_in_eager_mode():
         raise KeyError
     assert [getattr(decompositions, name) for name in names] == before
 

@@ -45,17 +45,6 @@ def test_a_model_with_vmap_is_placed_on_cores_only() -> None:
         assert extraction.forward
 
 
-def test_parameters_tied_by_their_data_are_not_placed_op_by_op() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight.data = model[0].weight.data
-    step = Workload.of(model, (X, X), squared)
-    for extractor in ("export", "dispatch"):
-        with pytest.raises(ExtractionError, match=r"0\.weight and 1\.weight are different tensors"):
-            extract(step, extractor)
-    assert extract(step).extractor == "modules"
-    assert extract(Workload.of(model, (X,), training=False), "export").graph  # nothing changes
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

@@ -54,6 +54,27 @@ def test_new_tensors_in_the_same_object_are_read_by_the_next_step() -> None:
             placed.step(nodes)
 
 
+def test_workers_compute_with_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        linear = nn.Linear(3, 3)
+        model = tiny_models.Plain(lambda m, x: m.linear(x) * (torch.arange(3) / 3), linear=linear)
+        x = torch.randn(5, 3)
+        with on_cores(extract(Workload.of(model, x, training=False))) as placed:
+            assert_same(placed.step(x), model(x).detach())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_model_that_was_placed_in_inference_mode_can_be_trained() -> None:
+    step = tiny_models.conv_net()
+    extraction = extract(inference(step))
+    with torch.inference_mode(), on_cores(extraction) as placed:
+        placed.step(*extraction.step.inputs)
+    assert not any(tensor.is_inference() for tensor in state_of(step).values())
+    forward(step).backward()
+
+
 # --- training
 
 
