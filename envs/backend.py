@@ -37,6 +37,13 @@ class StepResult:
     no_period_reason: str = ""
     measurement: Measurement | None = None
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.step_s):
+            raise ValueError(
+                "the backend gave a step time of nan: return StepResult.infeasible(why, {}) for a "
+                "placement without one"
+            )
+
     @classmethod
     def infeasible(cls, why: str, peak_memory_bytes: Mapping[str, int]) -> StepResult:
         """Return the result of a placement that cannot be run."""

@@ -227,7 +227,8 @@ def evaluate(
     Args:
         placement: a result of :func:`optimize`, a placement, a Hugging Face device map, or a file
             of the latter two.
-        model: what was placed, as for :func:`optimize`; may be left out with a result.
+        model: what was placed, as for :func:`optimize`; may be left out with a result, and the
+            inputs, loss, devices and extractor with it.
         example_inputs: as for :func:`optimize`.
         loss: as for :func:`optimize`.
         target: as for :func:`optimize`.
@@ -251,6 +252,14 @@ def evaluate(
         if model is None:
             if not isinstance(placement, Result):
                 raise ValueError("a placement alone has no ops to evaluate: give model or graph")
+            _check_alone(
+                example_inputs=example_inputs,
+                loss=loss,
+                target=target,
+                training=None if training or not placement.placement.is_training else False,
+                devices=devices,
+                extractor=None if extractor == AUTO else extractor,
+            )
             return evaluate_result(placement, backend, shown, overlap=overlap)
         source, devices = _source(model, example_inputs, devices, loss, target, training=training)
         job = evaluation_job(
@@ -261,6 +270,12 @@ def evaluate(
             extractor=extractor,
         )
         return evaluate_job(job, backend, shown)
+
+
+def _check_alone(**others: Any) -> None:
+    """Raise ValueError if an argument that goes with a model is given with a result alone."""
+    if names := " and ".join(name for name, value in others.items() if value is not None):
+        raise ValueError(f"the result has its own {names}: leave {names} out, or give model, too")
 
 
 def _source(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from envs.executors.checks import matched_leaves
 from envs.executors.cores.placed_model import PlacedModel
 from envs.executors.device_workers.placed_step import PlacedStep
 from envs.executors.hooks.hooked_module import HookedModule
@@ -20,6 +21,7 @@ from envs.hardware.discover import present
 from envs.hardware.host import Host
 from envs.placement import Placement
 from envs.runtime import extraction_for, runtime_for
+from graphs.arguments import TARGET
 from graphs.extract import AUTO, Extraction, Workload, extract
 from graphs.extract.eager import check_has_memory
 from graphs.optimizer import Optimizer
@@ -64,15 +66,16 @@ def apply(
         model: the model that was placed, or one with the same architecture; or a workload, which
             has its own inputs, loss, optimizer and dtype.
         placement: the result of :func:`optimize`, or a placement (file).
-        example_inputs: as for :func:`optimize`; required with a model and a placement (file).
+        example_inputs: as for :func:`optimize`; required with a model and a placement (file). A
+            result of it has its own inputs, loss, dtype and extractor: leave them out.
         loss: as for :func:`optimize`.
         target: as for :func:`optimize`.
         training: as for :func:`optimize`; may be left out, since the placement tells it.
         optimizer: makes the placed step update the parameters; the placement must have been
             searched with an optimizer of this kind. Without it, any torch optimizer can be used
             beside the step, even if the search included one.
-        dtype: "bf16" for a step under ``torch.autocast``; used with a placement (file).
-        extractor: as for :func:`optimize`; ignored with a result of it, which knows its extractor.
+        dtype: "bf16" for a step under ``torch.autocast``.
+        extractor: as for :func:`optimize`.
         overlap: as for :class:`placer.SearchConfig`; use the same value to run what was measured.
 
     Raises:
@@ -81,7 +84,8 @@ def apply(
             there, too.
         ValueError: the placement belongs to another graph, or is of inference instead of training
             or the other way round, its devices are not on this machine, the example inputs are
-            missing, or copies cannot overlap on these devices.
+            missing, an argument is not what the result has, or copies cannot overlap on these
+            devices.
         WorkerError: the workers do not start.
     """
     own = _placement_of(placement)
@@ -93,17 +97,11 @@ def apply(
         hosts = placement.problem.cluster.hosts
     if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
+        _check_own(made_for, model, example_inputs, loss, target, dtype, extractor)
         if isinstance(model, Workload):
-            if model.dtype != made_for.step.dtype:
-                raise ValueError(
-                    f"the result is of a step in {made_for.step.dtype}, the workload is in "
-                    f"{model.dtype}: search again"
-                )
             optimizer = model.optimizer
             model = model.model
-        step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
-        same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
-        extraction = made_for if same else extract(step, made_for.extractor)
+        extraction = _extraction_of(made_for, model, Optimizer.of(optimizer))
     else:
         extraction = _extracted(
             model, example_inputs, loss, target, optimizer, dtype, extractor, own
@@ -184,14 +182,18 @@ def export(
     Raises:
         ExportError: the runtime cannot run this placement; the message names the module.
         ExtractionError: the model cannot be extracted.
-        ValueError: the placement belongs to another graph, the format does not exist, or the
-            model or example inputs are missing.
+        ValueError: the placement belongs to another graph, the format does not exist, the model
+            or example inputs are missing, or an argument is not what the result has.
     """
     write, own = format_named(format), _placement_of(placement)
     _check_mode(own, training, loss)
     _check_workload(own, model, example_inputs, loss, target, training, optimizer, dtype)
     if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
+        _check_own(extraction, model, example_inputs, loss, target, dtype, extractor)
+        own_model = model.model if isinstance(model, Workload) else model
+        if own_model is not None:
+            extraction = _extraction_of(extraction, own_model, extraction.step.optimizer)
     else:
         extraction = _extracted(
             model, example_inputs, loss, target, optimizer, dtype, extractor, own
@@ -202,6 +204,15 @@ def export(
     return export_extracted(
         write, extraction, own, problem=problem, renamed=renamed, main_device=main_device
     )
+
+
+def _extraction_of(
+    made_for: Extraction, model: nn.Module, optimizer: Optimizer | None
+) -> Extraction:
+    """Return the extraction of a result, made again for another model or optimizer."""
+    step = replace(made_for.step, model=model, optimizer=optimizer)
+    same = made_for.step.model is model and made_for.step.optimizer == optimizer
+    return made_for if same else extract(step, made_for.extractor)
 
 
 def _extracted(
@@ -271,6 +282,37 @@ def _check_workload(
         raise ValueError(
             f"the placement is of {kind}: give a workload with training={placement.is_training}"
         )
+
+
+def _check_own(
+    made_for: Extraction,
+    model: nn.Module | Workload | None,
+    example_inputs: Any,
+    loss: object,
+    target: Any,
+    dtype: str,
+    extractor: str,
+) -> None:
+    """Raise ValueError if an argument beside a result is not that of the step that was placed."""
+    own = made_for.step
+    if isinstance(model, Workload):
+        loss = model.loss
+        if model.dtype != own.dtype:
+            raise ValueError(
+                f"the result is of a step in {own.dtype}, the workload is in {model.dtype}: search "
+                "again"
+            )
+    others = {
+        "loss": loss not in (None, own.loss),
+        "target": example_inputs is None and target is not None,
+        "dtype": dtype not in (FULL, own.dtype),
+        "extractor": extractor not in (AUTO, made_for.extractor),
+    }
+    if names := " and ".join(name for name, is_other in others.items() if is_other):
+        raise ValueError(f"the result has its own {names}: leave {names} out, or search again")
+    if example_inputs is not None:
+        named = {} if target is None else {TARGET: target}
+        matched_leaves(own, *own.unpacked((example_inputs,), named))
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:

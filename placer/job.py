@@ -116,6 +116,7 @@ class SearchConfig:
 
         Raises:
             ValueError: a value is invalid, does not exist, or contradicts another.
+            TypeError: the budget or ``measure`` is of another type.
             OSError: a file cannot be read.
         """
         if not 0 <= seed < SEEDS:
@@ -124,6 +125,8 @@ class SearchConfig:
             raise ValueError(f"groups is {groups}, below 1")
         if workers is not None:
             _check_workers(workers)
+        if not isinstance(measure, bool | str):
+            raise TypeError(f"measure is True, False or a wall time such as '10s', not {measure!r}")
         if backend is not None and not measure:
             raise ValueError("a backend runs the best candidates, and measure=False runs none")
         if isinstance(objective, str):

@@ -163,6 +163,7 @@ def _with_worker_memory(candidate: Candidate, step: CostedStep) -> Candidate:
 def write_report(result: Result, args: argparse.Namespace, placement: Path, path: Path) -> None:
     """Write the report of a result whose placement is in a file."""
     from graphs.files import write_whole
+    from placer.replicate.result import ReplicatedResult
     from placer.report.html import Source, next_commands, page, report_data
 
     names = result.problem.cluster.names
@@ -188,6 +189,7 @@ def write_report(result: Result, args: argparse.Namespace, placement: Path, path
             *_search_words(result.placement, args),
         ],
         launch=launch_command_of(result, args, placement),
+        is_of_part=isinstance(result, ReplicatedResult) and result.replication.is_of_part,
     )
     with writing(path):
         write_whole(path, page(report_data(result, next_commands(source))))

@@ -291,7 +291,7 @@ class _Planner:
         except (PlacementError, ValueError) as error:
             return _Searched(why=str(error))
         self.search_s += result.search_s
-        return _Searched(result, plans)
+        return _Searched(replace(result, extraction=self.source.extraction(parts)), plans)
 
     def _split(self, problem: Problem, planned: _Groups) -> Split:
         searched, names = self.searched[planned.search], problem.cluster.names
@@ -361,7 +361,7 @@ class _Planner:
                 joined=len(groups[0]),
                 is_baseline=requested not in (None, replicas),
                 training=self._training,
-                result=result,
+                result=replace(result, extraction=self.source.extraction(parts)),
                 alone=first.step,
                 step=replicated(first.step, networks, self.replication),
             )

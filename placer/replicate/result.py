@@ -156,7 +156,7 @@ class ReplicaPlan:
     searched: int
     left_out: int  # searches skipped because the user stopped
     search_s: float
-    extraction: Extraction | None = None
+    extraction: Extraction | None = None  # with the whole batch
     cost_source: Mapping[str, str] = field(default_factory=dict)
     collectives: MeasuredAllReduce | None = None  # if measured; else those of the links
     uncalibrated: str = ""  # why they could not be measured, if that was tried
@@ -167,6 +167,12 @@ class ReplicaPlan:
     def best(self) -> Split:
         """Return the requested split with most samples per second; on ties, fewest devices."""
         return self.splits[0]
+
+    @property
+    def is_of_part(self) -> bool:
+        """Return whether the best placement is of the graph for a part of the batch."""
+        assert self.best.result is not None, "the best split has a placement"
+        return self.best.result.placement.graph != self.problem.graph.hash
 
     @property
     def candidates(self) -> tuple[Split, ...]:
@@ -256,7 +262,6 @@ class ReplicaPlan:
             one,
             placement=placement,
             search_s=self.search_s,
-            extraction=self.extraction,
             cost_source=self.cost_source,
         )
         return ReplicatedResult(
@@ -341,7 +346,18 @@ class ReplicatedResult(Result):
 
     def __str__(self) -> str:
         """Return the verdict on the plan."""
+        return self.verdict
+
+    @property
+    def verdict(self) -> str:
+        """Return sentences on the best split and how it compares to the others."""
         return str(import_module("placer.replicate.messages").verdict_of(self.replication))
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return remarks that qualify the numbers of the plan."""
+        messages = import_module("placer.replicate.messages")
+        return list(messages.remarks_of(self.replication))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON; units are in the names, None is unknown."""

@@ -111,15 +111,20 @@ class Scaling:
         return self._point(split, [group], slot_networks(self.problem, [group])).samples_per_s
 
     def curve(self, split: Split) -> Iterator[CurvePoint]:
-        """Yield points for 1, 2, 4, ... replicas up to all that the cluster holds, and beyond."""
+        """Yield points for 1, 2, 4, ... replicas up to all that the cluster holds, and beyond.
+
+        They end before the first number of replicas without links for their reductions.
+        """
         group = tuple(map(self.problem.cluster.index, split.groups[0]))
         alike = next(c for c in replica_groups(self.problem, len(group)) if c[0] == group)
         size, most = len(group), len(alike)
         powers = [1 << k for k in range(CURVE_DEVICES.bit_length())]
         for r in sorted({r for r in powers if r < most} | {most}):
-            networks = slot_networks(self.problem, alike[:r], self.measured)
+            try:
+                networks = slot_networks(self.problem, alike[:r], self.measured)
+            except ValueError:  # a link is missing
+                return
             yield self._point(split, alike[:r], networks)
-        networks = slot_networks(self.problem, alike, self.measured)
         last = -(-CURVE_DEVICES // (size * most)) if most > 1 else 1
         for factor in sorted({factor for factor in (*powers, last) if 1 < factor <= last}):
             repeated = [network.repeated(factor) for network in networks]

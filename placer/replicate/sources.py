@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
@@ -16,6 +17,9 @@ from placer.costed_step import costed_step
 from placer.job import Job
 from placer.progress import Progress
 from placer.sources.batches import with_part_of_inputs
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
 
 
 class StepSource:
@@ -97,6 +101,10 @@ class StepSource:
             return ()
         gpus = [each for each in self.whole.cluster.devices if each.name.startswith("cuda:")]
         return tuple(gpu.name for gpu in gpus) if len({gpu.kind for gpu in gpus}) == 1 else ()
+
+    def extraction(self, parts: int) -> Extraction | None:
+        """Return the extraction for a part of the batch whose graph was made; None for a graph."""
+        return None if self.whole.extraction is None else self.steps[parts].extraction
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
         """Return the graph for one of ``parts`` equal parts of the batch."""

@@ -207,13 +207,13 @@ def with_factors(factors: FittedFactors, split: Split, runs: Runs) -> FittedFact
 def ranked(splits: Sequence[Split]) -> tuple[Split, ...]:
     """Return the splits, the best first: the simplest of the fastest that were requested and run.
 
-    Where none was run these are the placed ones in their order, and unplaced ones that were not
-    run are left out.
+    Where none was run these are the placed ones in their order, those that failed last, and
+    unplaced ones that were not run are left out.
     """
     kept = [split for split in splits if not split.joined or split.measurement is not None]
     ran = [split for split in kept if split.was_run and not split.is_baseline]
     if not ran:
-        return tuple(sorted(kept, key=lambda split: split.joined > 0))
+        return tuple(sorted(kept, key=_order_without_runs))
     fastest = min(ran, key=lambda split: per_sample(split).median_s)
     level = [split for split in ran if tied(per_sample(split), per_sample(fastest))]
     best = min(
@@ -221,6 +221,12 @@ def ranked(splits: Sequence[Split]) -> tuple[Split, ...]:
         key=lambda split: (not split.joined, split.replicas, split.devices_each),
     )
     return best, *(split for split in kept if split is not best)
+
+
+def _order_without_runs(split: Split) -> tuple[bool, ...]:
+    runs = split.measurement
+    has_failed = runs is not None and runs.failure not in ("", NO_ROOM)
+    return split.joined > 0, split.is_baseline, split.step is None, has_failed
 
 
 def per_sample(split: Split) -> Measurement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,34 @@ def test_a_workload_is_applied_and_exported_as_it_was_placed(path: Path) -> None
     inference = placer.Workload.of(model, x, training=False)
     with pytest.raises(ValueError, match="of a training step: give a workload with training=True"):
         placer.apply(inference, path)
+
+
+@pytest.mark.slow
+def test_what_a_result_was_not_made_for_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    loss = nn.functional.mse_loss
+    search = placer.SearchConfig(budget="10e", policy=None, measure=False)
+    result = placer.optimize(model, (x, x), loss=loss, devices="cpu", search=search, progress=False)
+    placed = placer.apply(model, result, (x + 1, x), loss=loss)
+    torch.testing.assert_close(placed.step(x, x).detach(), loss(model(x), x).detach())
+    assert placer.export(result, "device-map", model, x, target=x).content == {"": "cpu"}
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("has its own loss: leave loss out, or search", {"loss": nn.functional.l1_loss}),
+        ("has its own target: leave", {"target": x}),
+        ("own dtype and extractor: leave", {"dtype": "bf16", "extractor": "modules"}),
+        (r"input \[0\] of the batch is .*\(1, 4\), the placement", {"example_inputs": (x[:1], x)}),
+        ("the batch lacks the target", {"example_inputs": x}),
+    ]
+    for message, given in refused:
+        with pytest.raises(ValueError, match=message):
+            placer.apply(model, result, **given)
+        with pytest.raises(ValueError, match=message):
+            placer.export(result, "device-map", model, **given)
+    other = placer.Workload.of(model, (x, x), nn.functional.l1_loss)
+    with pytest.raises(ValueError, match="has its own loss"):
+        placer.apply(other, result)
+    with pytest.raises(ValueError, match="made for graph"):
+        placer.export(result, "device-map", nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
 def test_an_input_of_another_dtype_is_refused_with_both_dtypes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -93,6 +94,22 @@ def test_a_backend_of_the_user_evaluates_beside_the_simulator(
     assert evaluation.to_dict()["predicted"]["step_s"] == result.best.predicted_s
 
 
+class Undefined:
+    def evaluate(
+        self, placements: Sequence[placer.Placement], progress: Any = None
+    ) -> list[placer.StepResult]:
+        return [placer.StepResult(step_s=math.nan, peak_memory_bytes={}) for _ in placements]
+
+
+def test_a_backend_of_the_user_gives_no_nan(placed: tuple[placer.Result, Path, Path]) -> None:
+    result, graph, cluster = placed
+    search = placer.SearchConfig(policy=None, budget="10e", backend=Undefined())
+    with pytest.raises(ValueError, match="a step time of nan: return StepResult"):
+        placer.evaluate(result, backend=Undefined(), progress=False)
+    with pytest.raises(ValueError, match="a step time of nan: return StepResult"):
+        placer.optimize(graph, cluster, search=search, progress=False)
+
+
 def test_what_cannot_be_evaluated_or_extracted_is_refused(
     placed: tuple[placer.Result, Path, Path],
 ) -> None:
@@ -104,6 +121,8 @@ def test_what_cannot_be_evaluated_or_extracted_is_refused(
         ("no devices of its own", (result.placement, graph), {}),
         ("a graph file has no modules", ({"0": "a"}, graph, cluster), {}),
         ("given twice", (result, graph, cluster), {"devices": cluster}),
+        ("its own devices: leave devices out, or give model", (result,), {"devices": "cuda:7"}),
+        ("own loss and extractor: leave", (result,), {"loss": max, "extractor": "export"}),
     ]
     for message, arguments, named in refused:
         with pytest.raises(ValueError, match=message):

@@ -258,6 +258,12 @@ def test_a_search_and_its_runs_share_the_budget(
     assert config.measuring_s == measuring_s
 
 
+@pytest.mark.parametrize("measure", [30, 1, None])
+def test_whether_candidates_are_run_is_no_number(measure: Any) -> None:
+    with pytest.raises(TypeError, match=f"such as '10s', not {measure}"):
+        SearchConfig(measure=measure)
+
+
 def test_runs_are_not_limited_by_evaluations() -> None:
     with pytest.raises(ValueError, match="runs take wall time"):
         SearchConfig(measure="400e")

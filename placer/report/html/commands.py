@@ -38,6 +38,7 @@ class Source:
     model: Sequence[str] = ()  # options with which the model's graph is extracted
     search: Sequence[str] = ()  # options of a further search, its devices included
     launch: str = ""  # command that trains with the placement
+    is_of_part: bool = False  # whether the placement is of a part of the batch, not of the target
 
     @property
     def is_graph(self) -> bool:
@@ -48,12 +49,15 @@ class Source:
 def next_commands(source: Source) -> list[Command]:
     """Return commands that use the placement, the most useful first."""
     placement = str(source.placement)
+    shown = _command("See the device of every module", "placer", "show", placement)
+    if source.is_of_part:  # all others take the placement with the whole target
+        return [*_launch(source), shown]
     longer = str(source.placement.with_name(f"{source.placement.stem}-longer.json"))
     again = ["placer", "optimize", source.target, *source.model, *source.search]
     again += ["--start-from", placement, "--budget", "5m", "--out", longer]
     return [
         *(_of_graph(source) if source.is_graph else _of_model(source)),
-        _command("See the device of every module", "placer", "show", placement),
+        shown,
         _command("Search longer, beginning with this placement", *again),
     ]
 
@@ -69,14 +73,17 @@ def _of_graph(source: Source) -> list[Command]:
 
 
 def _of_model(source: Source) -> list[Command]:
-    commands = []
-    if source.launch:
-        commands.append(Command("Train with it, every op where it is placed", source.launch))
+    commands = _launch(source)
     if all(map(is_here, source.devices)):
         words = ["placer", "evaluate", source.target, "--placement", str(source.placement)]
         words += [*source.place, *source.model]
         commands.append(_command("Measure it again, on this machine", *words))
     return commands + [_export(source, name) for name in EXPORTS]
+
+
+def _launch(source: Source) -> list[Command]:
+    what = "Train with it, every op where it is placed"
+    return [Command(what, source.launch)] if source.launch else []
 
 
 def _export(source: Source, name: str) -> Command:

@@ -224,8 +224,8 @@ def test_baselines_failures_and_what_was_not_run_do_not_win() -> None:
         measurement=Measurement(wall_s=np.empty(0), cpu_clock_s=np.empty(0), failure="it died"),
     )
     assert names(ranked([failed, split(3), baseline, split(2, step_s=1.0)]))[0] == "2 x 1"
-    unplaced, none_ran = split(1, joined=True), [failed, split(3)]
-    assert names(ranked([unplaced, *none_ran])) == names(none_ran)
+    unplaced, not_run = split(1, joined=True), split(3)
+    assert names(ranked([unplaced, failed, not_run])) == names([not_run, failed])
     failed_unplaced = replace(failed, joined=1)
     assert ranked([failed_unplaced, split(3)])[0].name == "3 x 1"
 
