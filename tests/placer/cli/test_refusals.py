@@ -111,6 +111,11 @@ def test_bad_targets_get_a_sentence(
         ("optimize never/loaded.py:f --devices core:0 --memory core:o=1GB", "mean core:0?"),
         ("optimize {graph} --cluster {graph}", "not TOML: "),
         ("evaluate {graph} --cluster {cluster} --placement {graph}", "'placer-placement/1'"),
+        ("optimize {graph} --cluster {cluster} --data-parallel 3", "need a device each"),
+        (
+            "optimize {graph} --cluster {cluster} --data-parallel 2,batch=global,samples=3",
+            "3 samples cannot be cut into 2 equal parts",
+        ),
         ("optimize {graph} --cluster {cluster} --pin nothing=a", "'nothing' matches no op"),
         ("optimize {graph} --cluster {cluster} --keep-together nothing", "'nothing' matches no"),
         ("optimize {graph} --cluster {cluster} --pin *=a --pin ?*=b", "overlap"),
