@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from envs.collectives import (
     ALGORITHMS,
@@ -25,6 +25,9 @@ from envs.collectives import (
 )
 from envs.hardware.core_sets import check_core_sets
 from graphs.strict_json import array, boolean, fields, number, one_of, text, whole, within
+
+if TYPE_CHECKING:
+    from envs.hardware.cluster import Cluster
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
@@ -45,6 +48,10 @@ _IN_FILE: Final[Mapping[str, tuple[str, Callable[[object, str], Any]]]] = {
 _KEYS: Final = frozenset(
     {"groups", "batch", "accumulate", "reduction", "algorithms", "levels", "unplaced"}
 )
+
+
+class ReplicationError(ValueError):
+    """The devices or the batch do not suit the number of replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +161,18 @@ class Replication:
             return ""
         split = f"{parts // self.accumulate} replicas x accumulate {self.accumulate}"
         return f"{self.samples} samples cannot be cut into {parts} equal parts ({split})."
+
+    def check_on(self, cluster: Cluster) -> None:
+        """Check that the requested replicas have devices, and equal parts of a known batch."""
+        if self.replicas is None:
+            return
+        if self.replicas > len(cluster):
+            raise ReplicationError(
+                f"{self.replicas} replicas need a device each, but {cluster.name!r} has "
+                f"{len(cluster)}"
+            )
+        if why := self.uneven_parts(self.parts(self.replicas)):
+            raise ReplicationError(why)
 
     def largest_part(self, replicas: int) -> Fraction:
         """Return the batch size over the samples of the largest part."""

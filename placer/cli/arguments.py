@@ -169,11 +169,25 @@ def settings(text: str, kind: type, allowed: Collection[str]) -> tuple[str, dict
             keys = [one.replace("_", "-") for one in allowed]
             hint = suggestion(key, keys) or f": there are {', '.join(keys)}"
             raise argparse.ArgumentTypeError(f"there is no setting {key[:40]!r}{hint}")
+        if name in values:
+            raise argparse.ArgumentTypeError(f"{key} is set twice")
         try:
             values[name] = _converted(value, types[name])
         except ValueError:
             raise argparse.ArgumentTypeError(f"{key} is {value[:40]!r}, not a number") from None
     return head, values
+
+
+class Merged(argparse.Action):
+    """Merges the dicts of an option that is given several times."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Add the values; a name has one."""
+        known = getattr(namespace, self.dest)
+        for name, value in values.items():
+            if known.get(name, value) != value:
+                raise argparse.ArgumentError(self, f"{name} is given twice, with other values")
+        setattr(namespace, self.dest, {**known, **values})
 
 
 def _converted(text: str, kind: str) -> Any:
@@ -255,6 +269,7 @@ def add_memory(parser: argparse._ActionsContainer) -> None:
         "--memory",
         "memory to use, as in cuda:0=8GiB,cpu=64GiB",
         shown="free memory",
+        action=Merged,
         type=memory,
         default={},
         metavar="SIZES",

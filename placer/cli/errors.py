@@ -84,6 +84,7 @@ def sentence(error: BaseException) -> str:
 def _is_bad_usage(error: BaseException) -> bool:
     if not isinstance(error, ValueError):
         return isinstance(error, UsageError)
+    from envs.replication import ReplicationError
     from graphs.selection import ConstraintError
     from placer.exports.renaming import RenamingError
     from placer.ray_cluster.address import ClusterError
@@ -93,6 +94,7 @@ def _is_bad_usage(error: BaseException) -> bool:
     kinds: tuple[type[ValueError], ...] = (
         ClusterError,
         ConstraintError,
+        ReplicationError,
         WarmStartError,
         RenamingError,
     )

@@ -16,10 +16,11 @@ from placer.cli.arguments import (
     count,
     option,
     output_group,
+    take_mode,
     target_file,
     target_of,
 )
-from placer.cli.errors import JobError, usage_errors
+from placer.cli.errors import JobError, UsageError, usage_errors
 from placer.cli.output import check_outputs, print_result, progress_of, say, writing
 from placer.sources.names import is_graph_file
 
@@ -73,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--timeline": args.timeline}, {**inputs, "--placement": args.placement})
     check_model_options(args, args.target)
     simulates_graph = is_graph_file(args.target)
+    backend = args.backend or ("simulated" if simulates_graph else "measured")
     from placer.evaluation import evaluate_job
 
     with usage_errors():
-        job = _job(args)
-    backend = args.backend or ("simulated" if simulates_graph else "measured")
+        job = _job(args, is_run=backend == "measured" and not simulates_graph)
     # With a graph file, reading files is all that can go wrong.
     errors = usage_errors() if simulates_graph else nullcontext()
     with progress_of(args) as progress, errors:
@@ -92,14 +93,24 @@ def run(args: argparse.Namespace) -> int:
     return 0 if evaluation.feasible else 1
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace, *, is_run: bool) -> Job:
     from envs.placement import Placement
     from placer.evaluation import evaluation_job
     from placer.warm_start import load_warm_start
 
     start = load_warm_start(args.placement)
-    if isinstance(start, Placement) and args.micro_batches is not None:
-        start = replace(start, micro_batches=args.micro_batches)
+    if isinstance(start, Placement):
+        start = replace(start, micro_batches=args.micro_batches or start.micro_batches)
+        if is_run and start.micro_batches > 1:
+            raise UsageError(
+                f"whole steps are run, not {start.micro_batches} micro-batches: give --backend "
+                "simulated, or --micro-batches 1"
+            )
+        if not is_graph_file(args.target):
+            take_mode(args, start)
+            check_model_options(args, args.target)
+    elif args.micro_batches is not None:
+        raise UsageError("a device map has no micro-batches: leave --micro-batches out")
     return evaluation_job(
         start,
         target_of(args),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from placer.cli.arguments import (
+    Merged,
     add_memory,
     add_model,
     check_model_options,
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "devices to write, as in core:0=cuda:0,core:1=cuda:1",
         shown="those placed on",
         dest="renamed",
+        action=Merged,
         type=renamings,
         default={},
         metavar="NAMES",
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--out": args.out}, inputs)
     if is_graph_file(args.target):
         raise UsageError("a graph file has no modules to name: give the model that it is of")
+    if args.main_device is not None and args.format != "device-map":
+        raise UsageError(f"--main-device is for device-map, not for {args.format}: leave it out")
     from envs.runtime import extraction_for
     from graphs.files import write_whole
     from placer.exports import format_named

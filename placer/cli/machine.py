@@ -58,18 +58,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the machine, its cache or a completion script."""
+    _check_options(args)
     if args.completion is not None:
         script = completion_script(args.parser, args.completion)
         data = {"shell": args.completion, "script": script}
         print_result(args, lambda: data, lambda _: print(script))
     elif args.cache or args.clear_cache is not None:
-        options = {"--devices": args.devices, "--memory": args.memory, "--out": args.out}
-        if names := [name for name, value in options.items() if value]:
-            raise UsageError(f"{names[0]} has no effect on the cache: leave it out")
         _show_cache(args)
     else:
         _show_devices(args)
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Check that a completion script or the cache is asked for alone."""
+    asked = {"--completion": args.completion, "--clear-cache": args.clear_cache}
+    asked |= {"--cache": args.cache, "--devices": args.devices}
+    asked |= {"--memory": args.memory, "--out": args.out}
+    given = [name for name, value in asked.items() if value]
+    if len(given) > 1 and given[0] in ("--completion", "--clear-cache", "--cache"):
+        raise UsageError(f"{given[1]} has no effect beside {given[0]}: leave it out")
 
 
 def _show_devices(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from placer.cli.arguments import (
     check_model_options,
     model_options,
     option,
+    take_mode,
     target_file,
     target_of,
 )
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         placement = Placement.load(args.placement)
     if args.html is not None:
+        if not is_graph_file(args.target):
+            take_mode(args, placement)
+            check_model_options(args, args.target)
         _report(placement, args)
     elif args.name is not None:
         data, line = _location(placement, args.name)

@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Final
@@ -167,8 +167,8 @@ def accelerate_maps(model: nn.Module, memory: Mapping[str, int]) -> dict[str, di
     """Return the maps that accelerate makes by bytes alone, {name: map}.
 
     These are that of ``infer_auto_device_map`` and the balanced one of ``device_map="auto"``; none
-    without accelerate, or on devices that it does not name in maps. ``memory`` is {device as
-    written: bytes}.
+    without accelerate, on devices that it does not name in maps, or where it fails, as for a module
+    with two names. ``memory`` is {device as written: bytes}.
     """
     limits = {as_written(name): size for name, size in memory.items()}
     if any(isinstance(name, str) and name != HOST for name in limits):
@@ -179,13 +179,18 @@ def accelerate_maps(model: nn.Module, memory: Mapping[str, int]) -> dict[str, di
         return {}
     modules = dict(model.named_modules())
     classes = sorted({type(modules[path]).__name__ for path in whole_modules(model)})
+    maps: dict[str, dict[str, int | str]] = {}
+    has_several = sum(isinstance(name, int) for name in limits) > 1
     with _quiet():
-        own = utils.infer_auto_device_map(model, dict(limits), no_split_module_classes=classes)
-        if sum(isinstance(name, int) for name in limits) < 2:
-            return {ACCELERATE: dict(own)}
-        balanced = utils.get_balanced_memory(model, dict(limits), no_split_module_classes=classes)
-        auto = utils.infer_auto_device_map(model, balanced, no_split_module_classes=classes)
-    return {ACCELERATE: dict(own), BALANCED: dict(auto)}
+        for name in MADE_BY_BYTES if has_several else (ACCELERATE,):
+            with suppress(Exception):  # accelerate's own failures
+                sizes = dict(limits)
+                if name == BALANCED:
+                    sizes = utils.get_balanced_memory(model, sizes, no_split_module_classes=classes)
+                maps[name] = dict(
+                    utils.infer_auto_device_map(model, sizes, no_split_module_classes=classes)
+                )
+    return maps
 
 
 @contextmanager

@@ -16,7 +16,13 @@ from typing import Any, Final
 from torch import nn
 
 from placer.exports.format import FormatOutput
-from placer.exports.pipelining import Stage, shared_gradients, stage_devices, stages
+from placer.exports.pipelining import (
+    Stage,
+    check_order,
+    shared_gradients,
+    stage_devices,
+    stages,
+)
 from placer.exports.placed_modules import PlacedModules, Stack, stacks
 from placer.exports.renaming import ExportError
 
@@ -39,6 +45,8 @@ def layer_counts(placed: PlacedModules) -> FormatOutput:
         raise ExportError(
             f"the placement is no pipeline: layers go back to {again}, which was left before"
         )
+    homes = dict(zip(stack.layers, devices, strict=True))
+    check_order(placed, {layer: order.index(device) for layer, device in homes.items()})
     counts = [count for _, count in runs]
     content: dict[str, Any] = {
         "layers": stack.path,
@@ -49,7 +57,7 @@ def layer_counts(placed: PlacedModules) -> FormatOutput:
     try:
         split = stages(placed)
     except ExportError:  # of what is around the layers, which counts leave to the runtime
-        runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
+        runs_on = placed.by_module(homes)
         return FormatOutput(content=content, runs_on=runs_on, is_predictable=False)
     if (parts := titan_parts(placed.model, stack, split)) is not None:
         content["torchtitan"] = {"module_fqns_per_model_part": parts}

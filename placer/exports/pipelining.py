@@ -87,7 +87,7 @@ def stages(placed: PlacedModules) -> list[Stage]:
                 f"{before.modules[-1]}, then {runs[-1].device} runs {runs[-1].modules[0]}, and "
                 f"then {unit} is on {device} again"
             )
-    _check_order(placed, _stage_of(runs))
+    check_order(placed, _stage_of(runs))
     return runs
 
 
@@ -127,7 +127,8 @@ def _share_parameter(placed: PlacedModules, unit: str, modules: Sequence[str]) -
     return any(unit in group for group in placed.tied_units([unit, *modules]))
 
 
-def _check_order(placed: PlacedModules, stage_of: Mapping[str, int]) -> None:
+def check_order(placed: PlacedModules, stage_of: Mapping[str, int]) -> None:
+    """Check that modules of {module: stage} never run after those of a later stage."""
     reached = 0
     last = ""
     for op in placed.ops:

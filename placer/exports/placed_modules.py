@@ -19,7 +19,7 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import PHASES, GraphArrays
 from placer.exports.model_alone import ModelPass, model_pass
-from placer.exports.renaming import check_of_torch, renamed_devices
+from placer.exports.renaming import ExportError, check_of_torch, renamed_devices
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 PredictStep = Callable[[Mapping[str, str]], StepResult]
@@ -196,6 +196,7 @@ class PlacedModules:
         A module with its own parameters or buffers is not divided; one without any inside is no
         unit. Units without ops come last.
         """
+        check_has_weights(self.model)
         return self.in_order(_units(self.model, ""))
 
     def map_units(self) -> list[str]:
@@ -262,6 +263,13 @@ class PlacedModules:
             owners = [owner for key in (first, name) if (owner := around(key, units)) is not None]
             together.setdefault(first, {}).update(dict.fromkeys(owners))
         return [tuple(group) for group in together.values() if len(group) > 1]
+
+
+def check_has_weights(model: nn.Module) -> None:
+    """Check that a model has parameters or buffers, which are what formats by module place."""
+    if not [*model.parameters(), *model.buffers()]:
+        name = type(model).__name__
+        raise ExportError(f"{name} has no parameters or buffers: no module of it can be placed")
 
 
 def parent(module: str) -> str:

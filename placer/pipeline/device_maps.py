@@ -29,7 +29,7 @@ from placer.exports.compared_maps import (
 )
 from placer.exports.dry_run import HOST
 from placer.exports.format import SMALLEST_CHANGE
-from placer.exports.placed_modules import is_inside, whole_modules
+from placer.exports.placed_modules import check_has_weights, is_inside, whole_modules
 from placer.job import Job, SearchConfig
 from placer.pipeline.optimization import optimize_problem
 from placer.progress import Progress, progress_for
@@ -66,7 +66,7 @@ class PlannedMap(dict[str, int | str]):
     def accelerate_predicted_step_s(self) -> float | None:
         """Return the predicted step of accelerate's ``infer_auto_device_map``.
 
-        It is inf if that map cannot run, None without accelerate.
+        It is inf if that map cannot run, None without accelerate or if it makes none.
         """
         own = self.others.get(ACCELERATE)
         return None if own is None else own.step_s
@@ -135,7 +135,8 @@ def device_map(
 
     Raises:
         ExtractionError: no extractor takes the model.
-        ValueError: an argument is invalid, or there is no GPU and no other devices are given.
+        ValueError: an argument is invalid, the model has no parameters or buffers, or there is no
+            GPU and no other devices are given.
         OSError: a file cannot be read.
         PlacementError: the model fits on these devices with no device map.
     """
@@ -163,6 +164,7 @@ def plan_map(
     extraction = step.extraction
     assert extraction is not None
     model = extraction.step.model
+    check_has_weights(model)
     paths = [attributes_of(step.graph, op)["module"] for op in step.graph]
     kept = [
         module for module in whole_modules(model) if any(is_inside(path, module) for path in paths)

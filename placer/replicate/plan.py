@@ -24,7 +24,7 @@ from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator
 from envs.replicas.topology import Block, busy_shares, evened, replica_groups, slot_networks
-from envs.replication import Replication
+from envs.replication import Replication, ReplicationError
 from envs.runtime import costed
 from graphs.costs import BusyShares, with_busy_devices
 from graphs.graph import GraphArrays
@@ -56,8 +56,8 @@ def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
     """Plan replicas of the step of a workload, or of a graph with known costs.
 
     On cores and GPUs of this machine the best plans and the unplaced model are run, and the fastest
-    wins; on GPUs if the job names a target, which ranks load. Raises a ValueError where there are
-    fewer devices than replicas, and a PlacementError where no replica fits.
+    wins; on GPUs if the job names a target, which ranks load. Raises a ReplicationError where the
+    devices or the batch do not suit the replicas, and a PlacementError where no replica fits.
     """
     with searching(job.search):
         return _planned(job, progress or Silent())
@@ -66,12 +66,14 @@ def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
 def _planned(job: Job, progress: Progress) -> ReplicaPlan:
     replication = job.replicas
     assert replication is not None
+    replication.check_on(job.cluster)
     target = job.source if isinstance(job.source, Target) else None
     job = job.loaded(progress)
     with Interrupt():
         source = StepSource(job, progress)
     if replication.samples is None and source.whole.extraction is not None:
         replication = replace(replication, samples=batch_size(source.whole.extraction.step))
+        replication.check_on(job.cluster)
     planner = _Planner(source, job.search, replication, progress)
     can_try = source.runs_on_cores or (source.runs_on_gpus and target is not None)
     if not (can_try and can_be_tried(source.whole.extraction, replication)):
@@ -187,10 +189,6 @@ class _Planner:
 
     def _planned(self, problem: Problem) -> Iterator[_Groups]:
         count, requested = problem.device_count, self.replication.replicas
-        if requested is not None and requested > count:
-            raise ValueError(
-                f"{requested} replicas need a device each, but {problem.cluster.name!r} has {count}"
-            )
         is_done = False
         for size in dict.fromkeys(count // r for r in range(requested or 1, count + 1)):
             for alike in replica_groups(problem, size):
@@ -204,7 +202,7 @@ class _Planner:
                 yield from self._baselines(problem, requested or 1, size)
                 return
         if requested is not None:
-            raise ValueError(
+            raise ReplicationError(
                 f"no {requested} devices of {problem.cluster.name!r} are alike (kind, memory, "
                 "costs): replicas of one placement need groups that are"
             )

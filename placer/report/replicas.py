@@ -144,7 +144,7 @@ def _table(first: str, *columns: str) -> Table:
 def _split_cells(split: Split, *, with_measured: bool) -> list[str]:
     step, result = split.step, split.result
     if step is None or result is None:
-        return [split.name, *["-"] * (5 + with_measured), "no room", ""]
+        return [split.name, *["-"] * (6 + with_measured), ""]
     _, reduction = max(step.reductions, key=lambda bucket: bucket[0], default=(0, None))
     measured = [] if split.measured_s is None else [milliseconds(split.measured_s)]
     samples_per_s = split.measured_samples_per_s or split.samples_per_s

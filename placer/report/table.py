@@ -59,10 +59,10 @@ def print_result(result: Result, console: Console, *, verbose: bool = False) -> 
         measured = _measured_cells(candidate.measurement, candidate.failure) if ran else []
         table.add_row(
             f"{CHOSEN if candidate is result.best else ' '} {_named(candidate)}",
-            _ms(candidate.predicted_s),
+            _predicted(candidate),
             *measured,
             _speed_up(result, candidate),
-            _memory(candidate.peak_memory_bytes),
+            _memory(peaks) if any((peaks := candidate.peak_memory_bytes).values()) else "-",
             style="bold green" if candidate is result.best else "",
         )
     if left_out := len(result.candidates) - len(shown):
@@ -259,6 +259,13 @@ def _origin(placement: Placement) -> str:
     return ", ".join(parts)
 
 
+def _predicted(candidate: Candidate) -> str:
+    prediction = candidate.prediction
+    if prediction is not None and prediction.missing_bytes and not candidate.can_run:
+        return "no room"
+    return _ms(candidate.predicted_s)
+
+
 def _measured_cells(measurement: Measurement | None, failure: str) -> list[str]:
     if failure:
         return ["failed", "", "", ""]
@@ -294,4 +301,4 @@ def _are_many(devices: Sized) -> bool:
 
 
 def _ms(seconds: float) -> str:
-    return milliseconds(seconds) if np.isfinite(seconds) else "no room"
+    return milliseconds(seconds) if np.isfinite(seconds) else "-"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import placer
-from envs.hardware.cluster import Cluster
+from envs.hardware.cluster import Cluster, cluster_to_toml
 from envs.hardware.discover import discover
 from envs.runtime import Runtime, runtime_for
 from graphs.extract import Extraction
@@ -147,6 +147,31 @@ def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere() -> None:
     assert not any(node["cost_s"] for _, node in bare.nodes(data=True))
     with pytest.raises(ValueError, match="not on this machine"):
         placer.evaluate(result, workload, cluster, backend="measured", progress=False)
+
+
+LINEAR = """
+import torch
+
+def build():
+    return torch.nn.Linear(4, 2), torch.ones(3, 4)
+"""
+
+
+@pytest.mark.slow
+def test_a_placement_of_inference_needs_no_option(tmp_path: Path) -> None:
+    cluster, linear = toy_pair("near", "far"), nn.Linear(4, 2)
+    workload = placer.Workload.of(linear, torch.ones(3, 4), training=False)
+    placement, toml = str(tmp_path / "placement.json"), tmp_path / "cluster.toml"
+    placer.optimize(workload, cluster, budget="1e", progress=False).save(placement)
+    toml.write_text(cluster_to_toml(cluster))
+    (tmp_path / "model.py").write_text(LINEAR)
+    target = f"{tmp_path}/model.py:build"
+    options = ["--cluster", str(toml), "--quiet"]
+    simulated = ["evaluate", target, "--placement", placement, "--backend", "simulated"]
+    assert main([*simulated, *options]) == 0
+    assert main([*simulated, *options, "--optimizer", "sgd"]) == 2
+    report = str(tmp_path / "report.html")
+    assert main(["show", placement, "--html", report, "--target", target, *options]) == 0
 
 
 @pytest.mark.slow

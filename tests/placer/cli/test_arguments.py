@@ -44,6 +44,12 @@ def test_devices_are_renamed_once_each() -> None:
         renamings("core:0=cuda:0,core:0=cpu")
 
 
+def test_memory_limits_of_several_options_add_up() -> None:
+    words = ["optimize", "m.py:f", "--memory", "core:0=1kB", "--memory", "core:1=2kB,core:0=1kB"]
+    assert build_parser().parse_args(words).memory == {"core:0": 1000, "core:1": 2000}
+    assert build_parser().parse_args(["optimize", "m.py:f"]).memory == {}
+
+
 def test_settings_of_replicas_are_fields_of_a_replication() -> None:
     assert replication("auto") == Replication()
     text = "4,batch=global,payload=fp16,accumulate=2,coding-bytes-per-s=1e12"
@@ -69,6 +75,8 @@ def test_settings_of_a_method_override_its_defaults() -> None:
         ("", "usage: placer "),
         ("optimize m.py:f --data-parallel 2,groups=4", "there is no setting 'groups'"),
         ("optimize m.py:f --data-parallel 2,accumulate=x", "accumulate is 'x', not a number"),
+        ("optimize m.py:f --data-parallel 2,samples=4,samples=8", "samples is set twice"),
+        ("optimize m.py:f --memory core:0=1GB --memory core:0=2GB", "core:0 is given twice"),
         ("optimize m.py:f --data-parallel many", "'many' is not a whole number"),
         ("optimize m.py:f --data-parallel 2,average-every=4,payload=1-bit", "full precision"),
         ("run m.py:f --placement p --steps 1 --sync fp16,period=4", "takes no period"),

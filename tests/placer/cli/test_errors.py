@@ -11,6 +11,7 @@ import pytest
 
 from envs.hardware.errors import UnavailableError
 from envs.measured import DevicesLostError
+from envs.replication import ReplicationError
 from graphs.selection import ConstraintError
 from placer.choose import PlacementError
 from placer.cli.errors import (
@@ -59,6 +60,7 @@ def test_too_little_memory_is_reported_with_its_limit(
         (TargetError("x"), 2),
         (ConstraintError("x"), 2),
         (WarmStartError("x"), 2),
+        (ReplicationError("x"), 2),
         (ClusterError("x"), 2),
         (UnavailableError("x"), 1),
         (JobError("x"), 1),

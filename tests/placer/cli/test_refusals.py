@@ -111,6 +111,11 @@ def test_bad_targets_get_a_sentence(
         ("optimize never/loaded.py:f --devices core:0 --memory core:o=1GB", "mean core:0?"),
         ("optimize {graph} --cluster {graph}", "not TOML: "),
         ("evaluate {graph} --cluster {cluster} --placement {graph}", "'placer-placement/1'"),
+        ("optimize {graph} --cluster {cluster} --data-parallel 3", "need a device each"),
+        (
+            "optimize {graph} --cluster {cluster} --data-parallel 2,batch=global,samples=3",
+            "3 samples cannot be cut into 2 equal parts",
+        ),
         ("optimize {graph} --cluster {cluster} --pin nothing=a", "'nothing' matches no op"),
         ("optimize {graph} --cluster {cluster} --keep-together nothing", "'nothing' matches no"),
         ("optimize {graph} --cluster {cluster} --pin *=a --pin ?*=b", "overlap"),
@@ -135,7 +140,10 @@ def test_bad_targets_get_a_sentence(
         ("train --evaluate families", "takes --policy NAME"),
         ("train --out x --target m.py:f", "--target needs --backend measured"),
         ("train --evaluate small --policy p --first-seed 2", "--first-seed is for training"),
-        ("machine --cache --out x.toml", "--out has no effect on the cache"),
+        ("machine --cache --out x.toml", "--out has no effect beside --cache"),
+        ("machine --cache --clear-cache", "--cache has no effect beside --clear-cache"),
+        ("machine --completion bash --out x.toml", "--out has no effect beside --completion"),
+        ("export p.json x.py:f --format pipeline --main-device cpu", "is for device-map"),
         ("export p.json x.py:f --format pipeline --out x.py", "target are the same file"),
         ("export p.json x.onnx?n=2 --format pipeline --out x.onnx", "target are the same file"),
     ],
@@ -291,6 +299,23 @@ def test_bad_sets_of_placements_are_refused(
         error = capsys.readouterr().err
         assert error.startswith(f"placer: {file}: ")
         assert words in error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"": "core:0"}, "a device map has no micro-batches"),
+        ({"format": "placer-placement/1", "devices": {"a": "core:0"}}, "whole steps are run"),
+    ],
+)
+def test_micro_batches_that_would_not_be_run_are_refused_before_any_work(
+    content: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "placement.json"
+    file.write_text(json.dumps(content))
+    command = ["evaluate", "never/loaded.py:f", "--placement", str(file), "--micro-batches", "2"]
+    assert main(command) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_placement_of_another_graph_is_refused(

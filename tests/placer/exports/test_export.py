@@ -23,6 +23,7 @@ from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.cli.main import main
 from placer.exports import FORMATS, format_named, pipelining
+from placer.exports.device_map import device_map
 from placer.exports.format import Format, export_extracted
 from placer.exports.layer_counts import layer_counts, titan_parts
 from placer.exports.pipelining import Stage
@@ -59,6 +60,12 @@ def two_stacks() -> Workload:
     return Workload.of(model, torch.ones(2, 4), training=False)
 
 
+def layers_twice() -> Workload:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = tiny_models.Plain(lambda m, x: m.layers(m.layers(x)), layers=layers)
+    return Workload.of(model, torch.ones(2, 4), training=False)
+
+
 class Experts(nn.Module):
     """Two experts, which compute all tokens, and a router."""
 
@@ -86,6 +93,8 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "conv_net": tiny_models.conv_net,
     "tied_weights": tiny_models.tied_weights,
     "two_stacks": two_stacks,
+    "layers_twice": layers_twice,
+    "no_weights": lambda: Workload.of(nn.ReLU(), torch.ones(2, 4), training=False),
     "uncalled_head": uncalled_head,
     "experts": experts,
     "inception": tiny_models.inception,
@@ -166,6 +175,9 @@ def going_back(name: str, *cuts: str) -> PlacedModules:
         (pipelining.pipeline, lambda: cut("norm_later", "first"), "norm runs again"),
         (pipelining.pipeline, lambda: cut("norm_twice", "norm"), "begin with norm"),
         (pipelining.pipeline, lambda: cut("conv_net", names=("cuda:0",)), "all modules are on"),
+        (pipelining.pipeline, lambda: cut("no_weights"), "ReLU has no parameters or buffers"),
+        (device_map, lambda: cut("no_weights"), "ReLU has no parameters or buffers"),
+        (layer_counts, lambda: cut("layers_twice", "layers.1"), r"layers\.0 runs again in stage 0"),
         (layer_counts, lambda: cut("llama", names=("cuda:0",)), "all modules are on cuda:0"),
         (layer_counts, lambda: cut("llama", "model.norm"), r"all layers of model\.layers are on"),
         (layer_counts, lambda: cut("two_stacks", "decoder.0"), "2 lists of layers"),

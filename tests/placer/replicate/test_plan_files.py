@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import placer
 from envs.collectives import MeasuredAllReduce
@@ -22,7 +24,7 @@ from placer.parallel.local_ranks import Seat
 from placer.parallel.plan import run_plan
 from placer.replicate.messages import remarks_of
 from placer.replicate.sources import StepSource
-from placer.report.replicas import plan_to_dict
+from placer.report.replicas import plan_to_dict, print_plan
 from tests.fake_cuda import fake_cuda
 from tests.helpers.clusters import nodes
 from tests.helpers.processes import all_end, descendants
@@ -150,6 +152,17 @@ def test_wrong_replicas_in_a_file_are_refused(record: object, message: str) -> N
     file = {"format": "placer-placement/1", "devices": {"op": "a"}, "replicas": record}
     with pytest.raises(ValueError, match=message):
         Placement.from_dict(file)
+
+
+def test_replicas_without_links_have_dashes_and_a_reason() -> None:
+    out = io.StringIO()
+    plan = planned(layers(1), replace(nodes(1, 2), links=()), Replication(replicas=1))
+    print_plan(plan, Console(file=out, width=200))
+    row, reason = (
+        line for line in out.getvalue().splitlines() if line.lstrip().startswith("2 x 1")
+    )
+    assert row.split() == ["2", "x", "1", *"------"]
+    assert "no link" in reason
 
 
 def test_the_command_prints_the_plan_and_writes_the_placement(

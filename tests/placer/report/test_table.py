@@ -152,6 +152,22 @@ def test_memory_of_a_placement_file_is_printed(
     assert "246 / 101 MB" in text
 
 
+def test_a_candidate_has_no_room_only_where_memory_is_missing(quiet: Result) -> None:
+    first, *_, last = quiet.candidates
+    assert first.prediction is not None
+    impossible = replace(first.prediction, objective_s=np.inf, why="no link joins these devices")
+    unlinked = replace(impossible, peak_memory_bytes={"core:0": 0, "core:1": 0})
+    for prediction, cells in (
+        (replace(impossible, missing_bytes=5), ["no room", "-", "194 / 194 MB"]),
+        (unlinked, ["-", "-", "-"]),
+    ):
+        row = replace(first, name="split", prediction=prediction, measurement=None)
+        alone = replace(last, measurement=None)
+        text = printed(replace(quiet, candidates=(row, alone), best=alone), 80)
+        [line] = [line for line in text.splitlines() if "split" in line]
+        assert re.split(r"\s{2,}", line.strip()) == ["split", *cells]
+
+
 def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     result = result_on(("core:0", "[/red]"))
     console = stdout_console()
