@@ -75,9 +75,7 @@ class OpAttributes(TypedDict, total=False):
     flops: Annotated[int, 0]
     moved_bytes: Annotated[int, 0]  # inputs read + outputs written
     output_bytes: Annotated[int, 0]  # without gradients of parameters, see gradient_bytes
-    parameter_bytes: Annotated[
-        int, 0
-    ]  # parameters, buffers and constants that live where this op runs
+    parameter_bytes: Annotated[int, 0]  # parameters, buffers, constants that live with this op
     gradient_bytes: Annotated[int, 0]  # gradients of these parameters
     optimizer_bytes: Annotated[int, 0]  # optimizer state of these parameters
     saved_bytes: Annotated[int, 0]  # part of the output that backward needs

@@ -140,13 +140,15 @@ def test_the_map_is_complete_whole_and_dispatched_by_accelerate(name: str) -> No
 def test_no_map_that_it_is_compared_with_is_faster(name: str) -> None:
     _, found = planned(name, TOO_SMALL)
     assert 0 < found.predicted_step_s < math.inf
-    by_bytes = found.others.keys() - {"single cuda:0", "single cuda:1"}
-    if name == "bert":  # accelerate 1.15 fails on its tied bias
-        assert by_bytes <= {"accelerate", "accelerate, balanced"}
-        return
-    assert by_bytes == {"accelerate", "accelerate, balanced"}
+    if name != "bert":  # on whose tied bias accelerate 1.15 fails with these limits
+        assert found.others.keys() == {
+            "accelerate",
+            "accelerate, balanced",
+            "single cuda:0",
+            "single cuda:1",
+        }
+        assert found.accelerate_predicted_step_s == found.others["accelerate"].step_s
     assert found.predicted_step_s <= min(each.step_s for each in found.others.values())
-    assert found.accelerate_predicted_step_s == found.others["accelerate"].step_s
     assert found.single_device_predicted_step_s == math.inf
     assert found.summary.endswith("; best single device impossible")
     assert "but has" in found.others["single cuda:0"].why
