@@ -37,13 +37,6 @@ class StepResult:
     no_period_reason: str = ""
     measurement: Measurement | None = None
 
-    def __post_init__(self) -> None:
-        if math.isnan(self.step_s):
-            raise ValueError(
-                "the backend gave a step time of nan: return StepResult.infeasible(why, {}) for a "
-                "placement without one"
-            )
-
     @classmethod
     def infeasible(cls, why: str, peak_memory_bytes: Mapping[str, int]) -> StepResult:
         """Return the result of a placement that cannot be run."""
@@ -92,6 +85,15 @@ class Backend(Protocol):
         ``progress`` is called with (runs done, total runs) by backends that take long.
         """
         ...
+
+
+def check_times(results: Sequence[StepResult]) -> None:
+    """Raise ValueError if a backend gave no number as step time."""
+    if any(math.isnan(result.step_s) for result in results):
+        raise ValueError(
+            "the backend gave a step time of nan: return StepResult.infeasible(why, {}) for a "
+            "placement without one"
+        )
 
 
 def measurements(results: Sequence[StepResult]) -> list[Measurement]:

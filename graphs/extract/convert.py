@@ -26,14 +26,14 @@ from graphs.extract.fx_nodes import (
     owner,
     tagged_call,
 )
-from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value, values_in
-from graphs.extract.recurrent import (
+from graphs.extract.kernels.recurrent import (
     BACKWARD,
     BIAS_GRADIENTS,
     WORKSPACE,
     saves_workspace,
     workspace_shape,
 )
+from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value, values_in
 from graphs.flops import call_flops
 from graphs.graph import Phase
 from graphs.synthetic.mirror import ACCUMULATES

@@ -24,9 +24,9 @@ import networkx as nx
 from graphs.extract.convert import OpFacts
 from graphs.extract.export.forward import ForwardProgram
 from graphs.extract.fx_nodes import numbered
+from graphs.extract.kernels.recurrent import WORKSPACE, saves_workspace
 from graphs.extract.module_calls import Homes
 from graphs.extract.program import Call, Ref, StepProgram
-from graphs.extract.recurrent import WORKSPACE, saves_workspace
 from graphs.graph import add_edge, add_op, new_graph
 
 

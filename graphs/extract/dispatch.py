@@ -34,7 +34,6 @@ from graphs.extract.constants import (
     tensor_attributes,
 )
 from graphs.extract.convert import Traced
-from graphs.extract.decomposed import trained_as_in_eager_mode
 from graphs.extract.eager import try_fakes, without_meta
 from graphs.extract.errors import (
     custom_backward_checked,
@@ -47,6 +46,7 @@ from graphs.extract.errors import (
 from graphs.extract.export.flags import Results, asking_lines, check_like_eager
 from graphs.extract.export.trace import Position
 from graphs.extract.fx_nodes import constants_of, drop_unread, written_arguments
+from graphs.extract.kernels.decomposed import trained_as_in_eager_mode
 from graphs.extract.model_state import (
     GradientWatch,
     check_same_form,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from envs.backend import Backend, measurements
+from envs.backend import Backend, check_times, measurements
 from envs.executors.cores.errors import WorkerError
 from envs.measured import FEWEST_ROUNDS, DevicesLostError, runs_s
 from envs.problem import Problem
@@ -214,6 +214,7 @@ class CandidateRuns:
         advance = counter(self.progress)
         if isinstance(self.backend, Backend):
             results = self.backend.evaluate(placements, advance)
+            check_times(results)
             interrupted = getattr(self.backend, "interrupted", False)
         else:
             predicted_s = [candidates[i].predicted_s for i in chosen]

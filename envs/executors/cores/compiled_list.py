@@ -23,8 +23,8 @@ from torch import Tensor
 from envs.executors.cores.arena import Arena
 from envs.executors.cores.instruction_lists import Give, Instruction, Receive, Run, Send, stretches
 from graphs.extract.convert import MAYBE_COPIES
+from graphs.extract.kernels.recurrent import saves_workspace
 from graphs.extract.program import VIEW, Call, Ref, StepProgram, Value
-from graphs.extract.recurrent import saves_workspace
 
 SPIN_NS: Final = 200_000
 """Time for which a receiver polls before it sleeps: waking a sleeping core takes several times

@@ -32,7 +32,6 @@ from graphs.extract.autocast import (
 )
 from graphs.extract.constants import check_not_replaced, is_part_of
 from graphs.extract.convert import Traced
-from graphs.extract.decomposed import trained_as_in_eager_mode
 from graphs.extract.eager import check_runs, has_no_values, without_meta
 from graphs.extract.errors import custom_backward_checked, writes_input
 from graphs.extract.export.descriptions import input_of, is_output, output_of
@@ -46,6 +45,7 @@ from graphs.extract.fx_nodes import (
     drop_unread,
     tag_calls,
 )
+from graphs.extract.kernels.decomposed import trained_as_in_eager_mode
 from graphs.extract.model_state import (
     in_step_mode,
     tracing,

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import networkx as nx
 
-from graphs.extract.decomposed import trained_as_in_eager_mode
 from graphs.extract.eager import check_gradients, runnable, try_fakes
 from graphs.extract.errors import custom_backward_checked
 from graphs.extract.fx_nodes import numbered
+from graphs.extract.kernels.decomposed import trained_as_in_eager_mode
 from graphs.extract.model_state import tracing
 from graphs.extract.module_calls import Homes, Unit
 from graphs.extract.modules.flow import Flow, Work, bytes_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphs.extract import Workload, extract
-from graphs.extract.decomposed import UPSAMPLING, trained_as_in_eager_mode
+from graphs.extract.kernels.decomposed import UPSAMPLING, trained_as_in_eager_mode
 from tests.helpers import one_process
 from tests.helpers.tiny_models import Plain, squared
 

@@ -15,7 +15,7 @@ from envs.executors.cores.arena import load_example
 from envs.executors.cores.instruction_lists import device_lists
 from envs.executors.cores.pool import WorkerPool
 from graphs.extract import Extraction, Workload, extract
-from graphs.extract.recurrent import WORKSPACE, layers_as_in_eager_mode, saves_workspace
+from graphs.extract.kernels.recurrent import WORKSPACE, layers_as_in_eager_mode, saves_workspace
 from graphs.graph import attributes_of
 from tests.helpers import one_process
 from tests.helpers.placed_steps import two_cores

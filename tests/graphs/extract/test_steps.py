@@ -107,8 +107,9 @@ def assert_sizes_are_those_of_a_real_run(extraction: Extraction, name: str) -> N
     if not name.startswith("lstm") and (name, step.training) != ("attention", False):
         assert total(extraction, "flops") == counter.get_total_flops() > 0
     parameters = list(step.model.parameters())
-    held = [*parameters, *step.model.buffers(), *constants_of(extraction)]
-    assert total(extraction, "parameter_bytes") == sum(tensor.nbytes for tensor in held)
+    tensors = [*step.named_state().values(), *constants_of(extraction)]
+    held = {id(tensor): tensor.nbytes for tensor in tensors}
+    assert total(extraction, "parameter_bytes") == sum(held.values())
     gradients = sum(p.nbytes for p in parameters if p.grad is not None)
     assert total(extraction, "gradient_bytes") == gradients
 

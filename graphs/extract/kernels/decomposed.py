@@ -10,7 +10,7 @@ import torch
 from torch._C import DispatchKey
 from torch._higher_order_ops import effects
 
-from graphs.extract.recurrent import layers_as_in_eager_mode
+from graphs.extract.kernels.recurrent import layers_as_in_eager_mode
 
 UPSAMPLING: Final = (
     *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),

@@ -1,0 +1,1 @@
+"""Ops that a trace must have as eager mode runs them."""
