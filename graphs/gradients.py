@@ -33,13 +33,13 @@ class Gradients:
 def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None = None) -> Gradients:
     """Return the gradients of a training step, inferred from the attributes of its ops.
 
-    Sizes are ``gradient_bytes``, or ``parameter_bytes`` if the graph has no gradient sizes, such as
-    a file that gives costs and parameters alone. A graph does not say which ops produce a gradient.
-    Without ``known``, they are taken to be the mirror of the op that the parameters live with, as
-    named by :func:`graphs.synthetic.mirror.with_backward`; else all backward ops of the same
-    module, except those that only add up gradients; else the backward ops that read that op's
-    output; else the last backward op. Without a backward pass an op stands for forward and backward
-    together and produces its own gradient; the order is then that of the ops.
+    Sizes are ``gradient_bytes``, or ``parameter_bytes`` (with buffers) if the graph has no gradient
+    sizes, such as a file that gives costs and parameters alone. A graph does not say which ops
+    produce a gradient. Without ``known``, they are taken to be the mirror of the op that the
+    parameters live with, as named by :func:`graphs.synthetic.mirror.with_backward`; else all
+    backward ops of the same module, except those that only add up gradients; else the backward ops
+    that read that op's output; else the last backward op. Without a backward pass an op stands for
+    forward and backward together and produces its own gradient; the order is then that of the ops.
 
     ``known`` maps ops that parameters live with to those that produce their gradients, see
     :func:`graphs.extract.placeable.gradient_makers`; ops that are not in the graph are ignored.

@@ -100,9 +100,9 @@ class Workload:
         """
         if not isinstance(model, nn.Module):
             raise StepError(
-                f"the model is {'the class ' if isinstance(model, type) else 'of the class '}"
-                f"{(model if isinstance(model, type) else type(model)).__name__}, not an "
-                "instance of torch.nn.Module"
+                f"the model is {'the class' if isinstance(model, type) else 'an instance of'} "
+                f"{(model if isinstance(model, type) else type(model)).__name__}, not an instance "
+                "of torch.nn.Module"
             )
         inputs, keywords = arguments(example_inputs)
         if target is not None:

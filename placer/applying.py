@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from envs.runtime import extraction_for, runtime_for
 from graphs.arguments import TARGET
 from graphs.extract import AUTO, Extraction, Workload, extract
 from graphs.extract.eager import check_has_memory
+from graphs.inputs import PLAIN
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.exports import format_named
@@ -303,7 +305,7 @@ def _check_own(
                 "again"
             )
     others = {
-        "loss": loss not in (None, own.loss),
+        "loss": loss is not None and not _is_same_loss(loss, own.loss),
         "target": example_inputs is None and target is not None,
         "dtype": dtype not in (FULL, own.dtype),
         "extractor": extractor not in (AUTO, made_for.extractor),
@@ -313,6 +315,30 @@ def _check_own(
     if example_inputs is not None:
         named = {} if target is None else {TARGET: target}
         matched_leaves(own, *own.unpacked((example_inputs,), named))
+
+
+def _is_same_loss(one: object, other: object) -> bool:
+    """Return whether two losses are one, or of the same code and state."""
+    if isinstance(one, nn.Module) and type(one) is type(other):
+        assert isinstance(other, nn.Module)
+        if one.state_dict().keys() != other.state_dict().keys():
+            return False
+        states = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        options = [vars(each).copy() for each in (one, other)]
+        same = all(
+            value is options[1].get(name)
+            or (isinstance(value, PLAIN) and value == options[1].get(name))
+            for name, value in options[0].items()
+            if not (name.startswith("_") or name == "training")
+        )
+        return same and all(torch.equal(a, b) for a, b in states)
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        cells = [
+            [id(cell.cell_contents) for cell in each.__closure__ or ()] for each in (one, other)
+        ]
+        same_code = (one.__code__, one.__defaults__) == (other.__code__, other.__defaults__)
+        return same_code and cells[0] == cells[1]
+    return one is other
 
 
 def _placement_of(placement: Result | Placement | str | Path) -> Placement:

@@ -151,7 +151,7 @@ def check_apart(step: Workload, constants: Iterable[torch.Tensor], changed: Cont
         changed: names of parameters and buffers that the step itself changes.
 
     Raises:
-        ExtractionError: it overlaps another parameter or buffer, or a constant.
+        ExtractionError: it shares elements with another parameter or buffer, or a constant.
     """
     named = [*step.named_state().items(), *(("", tensor) for tensor in constants)]
     found = [(_span(tensor), name, tensor) for name, tensor in named if _is_in_memory(tensor)]
@@ -165,12 +165,12 @@ def check_apart(step: Workload, constants: Iterable[torch.Tensor], changed: Cont
                 for which, of in ((name, tensor), (other, one))
                 if which in changed or (which and step.training and of.requires_grad)
             ]
-            if written and one is not tensor:
+            if written and one is not tensor and _share_an_element(one, tensor):
                 if not (name and other):
                     raise ExtractionError(read_elsewhere(written[0]))
                 raise ExtractionError(
-                    f"{name} and {other} are different tensors in the same memory, which a placed "
-                    "step would update apart; make them one tensor, or give each its own"
+                    f"{name} and {other} overlap in memory, and a placed step would update them "
+                    "separately; make them one tensor, or give each its own"
                 )
         around.append((span, name, tensor))
 
@@ -190,6 +190,23 @@ def _is_in_memory(tensor: torch.Tensor) -> bool:
         and tensor.numel() > 0
         and not is_traceable_wrapper_subclass(tensor)
     )
+
+
+def _share_an_element(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors whose spans overlap have an element in common."""
+    spans = _span(one), _span(other)
+    begin = min(span.start for span in spans)
+    offsets = [span.start - begin for span in spans]
+    size = one.itemsize
+    if other.itemsize != size or any(offset % size for offset in offsets):
+        return True
+    marked = torch.zeros((max(span.stop for span in spans) - begin) // size, dtype=torch.bool)
+    first, second = (
+        marked.as_strided(tensor.shape, tensor.stride(), offset // size)
+        for tensor, offset in zip((one, other), offsets, strict=True)
+    )
+    first.fill_(1)
+    return bool(second.any())
 
 
 def _span(tensor: torch.Tensor) -> range:

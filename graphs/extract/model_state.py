@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_map
 
 from graphs.extract.constants import replaced, tensor_attributes, version_of
@@ -22,11 +25,11 @@ from graphs.extract.module_calls import module_paths
 from graphs.workload import ExtractionError, Workload
 
 Copier = Callable[[torch.Tensor], torch.Tensor]
-CONTAINERS: Final = (list, set, dict, OrderedDict)
+CONTAINERS: Final = (list, set, dict)
 NO_CONTENT: Final = (type, FunctionType, ModuleType, nn.Module, torch.Tensor)
 DEPTH: Final = 3
 LARGEST: Final = 10_000
-"""Number of entries above which those of a container are not looked into."""
+"""Number of entries above which a container is not looked into."""
 
 
 @contextlib.contextmanager
@@ -137,76 +140,121 @@ def in_step_mode(step: Workload) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
     Modules in eval mode within a model in train mode stay in eval mode. On exit all attributes of
-    the model's modules are restored, and what their code has cached.
+    the model's modules are restored, and what :class:`_Caches` knows holds no tensors of a trace.
     """
-    before = _Snapshot(step)
+    attributes = [_Attributes(module) for module in module_paths(step)]
+    caches = _Caches(step)
     if step.model.training is not step.training:
         step.model.train(step.training)
     try:
         with torch.set_grad_enabled(step.training):
             yield
     finally:
-        before.restore()
+        for snapshot in attributes:
+            snapshot.restore()
+        caches.clean()
 
 
-class _Snapshot:
-    """Attributes of a step's modules, and globals of the Python modules that define them.
+class _Attributes:
+    """Snapshot of a module's attributes, including the content of lists, sets and dicts."""
 
-    Included are the contents of lists, sets, dicts and objects in these, to a depth of
-    :data:`DEPTH`. A function that caches its results forgets them if it has added any: tensors of a
-    trace are no results for others.
+    def __init__(self, module: nn.Module) -> None:
+        self.now = vars(module)
+        self.before = dict(self.now)
+        self.contents = [
+            (value, copy.copy(value))
+            for value in self.before.values()
+            if type(value) in (list, set, dict, OrderedDict)
+        ]
+
+    def restore(self) -> None:
+        self.now.clear()
+        self.now.update(self.before)
+        for value, content in self.contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+
+class _Caches:
+    """Where a model's code may keep tensors: objects in its attributes, its classes and globals.
+
+    Globals are those of the Python modules that define the model, its parts and its loss, and of
+    user modules that these import as a whole. Containers within are known to a depth of
+    :data:`DEPTH`, and functions with ``lru_cache``. :meth:`clean` changes nothing else than entries
+    that are new and hold tensors of a trace.
     """
 
     def __init__(self, step: Workload) -> None:
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        self._caches: dict[int, tuple[Any, int]] = {}
+        self._before: dict[int, tuple[Any, Any]] = {}
+        self._functions: dict[int, Any] = {}
         modules = module_paths(step)
         for module in modules:
-            self._keep(vars(module), DEPTH)
+            self._keep_values(vars(module), DEPTH)
         classes = {cls for module in modules for cls in type(module).__mro__}
-        own = [cls for cls in classes if _is_of_model(cls.__module__)]
+        own = [cls for cls in classes if _is_user_module(cls.__module__)]
         for cls in own:
+            self._before[id(cls)] = cls, dict(vars(cls))
             self._keep_values(vars(cls), 1)
-        for home in {cls.__module__ for cls in own} | {getattr(step.loss, "__module__", "")}:
-            if home in sys.modules and _is_of_model(home):
-                self._keep(vars(sys.modules[home]), 1)
+        homes = {cls.__module__ for cls in own} | {getattr(step.loss, "__module__", "")}
+        for home in [sys.modules[name] for name in homes if name in sys.modules]:
+            imported = [each for each in vars(home).values() if isinstance(each, ModuleType)]
+            for each in [home, *imported]:
+                if _is_user_module(each.__name__):
+                    self._keep(vars(each), 1)
 
     def _keep(self, value: Any, depth: int) -> None:
+        value = getattr(value, "__func__", value)  # of a class or static method
         if isinstance(value, functools._lru_cache_wrapper):
-            self._caches[id(value)] = value, value.cache_info().misses
-        if type(value) not in CONTAINERS:
-            is_plain = _is_of_model(type(value).__module__) and not isinstance(value, NO_CONTENT)
+            self._functions[id(value)] = value
+        if not isinstance(value, CONTAINERS):
+            is_plain = _is_user_module(type(value).__module__) and not isinstance(value, NO_CONTENT)
             value = getattr(value, "__dict__", None) if is_plain else None
-        if type(value) not in CONTAINERS or id(value) in self._contents:
+        if not isinstance(value, CONTAINERS) or id(value) in self._before or len(value) > LARGEST:
             return
-        self._contents[id(value)] = value, copy.copy(value)
-        if depth and len(value) <= LARGEST:
+        self._before[id(value)] = value, copy.copy(value)
+        if depth:
             self._keep_values(value, depth - 1)
 
     def _keep_values(self, container: Any, depth: int) -> None:
         for value in [*(container.values() if isinstance(container, Mapping) else container)]:
             self._keep(value, depth)
 
-    def restore(self) -> None:
-        """Give all that has changed its former content."""
-        for now, before in self._contents.values():
-            if _identities(now) != _identities(before):
+    def clean(self) -> None:
+        """Take tensors of a trace out of everything that is known."""
+        for now, before in self._before.values():
+            if isinstance(now, type):
+                for name, value in dict(vars(now)).items():
+                    if value is not before.get(name) and _is_traced(value):
+                        if name in before:
+                            setattr(now, name, before[name])
+                        else:
+                            delattr(now, name)
+            elif isinstance(now, dict):
+                for key, value in list(now.items()):
+                    if value is not before.get(key) and _is_traced(value):
+                        now.pop(key)
+                        now.update({key: before[key]} if key in before else {})
+            elif any(map(_is_traced, now)) and not any(map(_is_traced, before)):
                 now.clear()
                 (now.extend if isinstance(now, list) else now.update)(before)
-        for cache, misses in self._caches.values():
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
+        for function in self._functions.values():
+            if any(map(_is_traced, gc.get_referents(function))):  # among them what it has cached
+                function.cache_clear()
 
 
-def _is_of_model(home: str) -> bool:
-    """Return whether a Python module may be that of a model: not one of torch or of Python."""
-    return home.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
+def _is_user_module(name: str) -> bool:
+    """Return whether a Python module is neither of torch nor of Python."""
+    return name.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
 
 
-def _identities(container: Any) -> object:
-    if isinstance(container, dict):
-        return [(id(key), id(value)) for key, value in container.items()]
-    return (set if isinstance(container, set) else list)(map(id, container))
+def _is_traced(value: Any) -> bool:
+    """Return whether a value is a tensor of a trace, or a small container of such."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, FakeTensor | FunctionalTensor)
+    if isinstance(value, dict | list | tuple | set) and len(value) <= LARGEST:
+        within = value.values() if isinstance(value, dict) else value
+        return any(isinstance(each, FakeTensor | FunctionalTensor) for each in [*within])
+    return False
 
 
 @contextlib.contextmanager

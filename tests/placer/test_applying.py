@@ -108,11 +108,32 @@ def test_what_a_result_was_not_made_for_is_refused() -> None:
             placer.apply(model, result, **given)
         with pytest.raises(ValueError, match=message):
             placer.export(result, "device-map", model, **given)
+    assert placer.apply(placer.Workload.of(model, (x, x), loss), result).step(x, x) is not None
     other = placer.Workload.of(model, (x, x), nn.functional.l1_loss)
     with pytest.raises(ValueError, match="has its own loss"):
         placer.apply(other, result)
     with pytest.raises(ValueError, match="made for graph"):
         placer.export(result, "device-map", nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+def test_a_loss_that_is_made_again_is_the_same() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    search = placer.SearchConfig(budget="1e", placer="heft", policy=None, measure=False)
+
+    def scaled(factor: float) -> Any:
+        return lambda output, target: factor * nn.functional.mse_loss(output, target)
+
+    losses: list[tuple[Any, Any, Any]] = [
+        (nn.MSELoss(), nn.MSELoss(), nn.MSELoss(reduction="sum")),
+        (nn.NLLLoss(torch.ones(4)), nn.NLLLoss(torch.ones(4)), nn.NLLLoss(torch.zeros(4))),
+        (scaled(2.0), scaled(2.0), scaled(3.0)),
+    ]
+    for loss, again, other in losses:
+        y = torch.zeros(2, dtype=torch.int64) if isinstance(loss, nn.NLLLoss) else x
+        result = placer.optimize(model, (x, y), loss=loss, devices="cpu", search=search)
+        placer.apply(model, result, loss=again)
+        with pytest.raises(ValueError, match="has its own loss"):
+            placer.apply(model, result, loss=other)
 
 
 def test_an_input_of_another_dtype_is_refused_with_both_dtypes() -> None:

@@ -95,7 +95,7 @@ function opColumns() {
     ["time", secondsOf, true],
     ["FLOPs", (i) => flops(ops.flops[i]), true],
     ["output", (i) => bytes(ops.output_bytes[i]), true],
-    ["parameters", (i) => bytes(ops.parameter_bytes[i]), true],
+    ["parameters and buffers", (i) => bytes(ops.parameter_bytes[i]), true],
   ];
 }
 

@@ -102,7 +102,7 @@ function opDetails(i) {
       ["moves", bytes(ops.moved_bytes[i])],
       ["output", bytes(ops.output_bytes[i])],
       ["saved for backward", bytes(ops.saved_bytes[i])],
-      ["parameters", bytes(ops.parameter_bytes[i])],
+      ["parameters and buffers", bytes(ops.parameter_bytes[i])],
       ["memory it keeps", bytes(ops.resident_bytes[i])],
     ]),
     ...around(outerOf(nodeFor(i))),
@@ -130,7 +130,7 @@ function groupDetails(node) {
       ["time", nanoseconds(node.cost_ns)],
       ["work", flops(sum(ops.flops))],
       ["outputs", bytes(sum(ops.output_bytes))],
-      ["parameters", bytes(sum(ops.parameter_bytes))],
+      ["parameters and buffers", bytes(sum(ops.parameter_bytes))],
       ["memory it keeps", bytes(sum(ops.resident_bytes))],
     ]),
     button(node.key instanceof Alike ? "Open these ops" : "Open this module", () =>
