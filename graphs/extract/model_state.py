@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType, ModuleType
@@ -25,7 +25,8 @@ from graphs.extract.module_calls import module_paths
 from graphs.workload import ExtractionError, Workload
 
 Copier = Callable[[torch.Tensor], torch.Tensor]
-CONTAINERS: Final = (list, set, dict)
+CONTAINERS: Final = (list, set, dict, OrderedDict, defaultdict)
+"""Not their subclasses: entries of some are made when they are read."""
 NO_CONTENT: Final = (type, FunctionType, ModuleType, nn.Module, torch.Tensor)
 DEPTH: Final = 3
 LARGEST: Final = 10_000
@@ -206,10 +207,10 @@ class _Caches:
         value = getattr(value, "__func__", value)  # of a class or static method
         if isinstance(value, functools._lru_cache_wrapper):
             self._functions[id(value)] = value
-        if not isinstance(value, CONTAINERS):
+        if type(value) not in CONTAINERS:
             is_plain = _is_user_module(type(value).__module__) and not isinstance(value, NO_CONTENT)
             value = getattr(value, "__dict__", None) if is_plain else None
-        if not isinstance(value, CONTAINERS) or id(value) in self._before or len(value) > LARGEST:
+        if type(value) not in CONTAINERS or id(value) in self._before or len(value) > LARGEST:
             return
         self._before[id(value)] = value, copy.copy(value)
         if depth:
@@ -251,7 +252,7 @@ def _is_traced(value: Any) -> bool:
     """Return whether a value is a tensor of a trace, or a small container of such."""
     if isinstance(value, torch.Tensor):
         return isinstance(value, FakeTensor | FunctionalTensor)
-    if isinstance(value, dict | list | tuple | set) and len(value) <= LARGEST:
+    if type(value) in (tuple, *CONTAINERS) and len(value) <= LARGEST:
         within = value.values() if isinstance(value, dict) else value
         return any(isinstance(each, FakeTensor | FunctionalTensor) for each in [*within])
     return False

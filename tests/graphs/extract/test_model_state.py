@@ -111,3 +111,21 @@ def test_what_a_model_caches_holds_no_tensors_of_a_trace(
         *map(id, values_of(kept))
     ]
     assert type(model(X)) is Tensor
+
+
+class Lazy(dict[str, Tensor]):
+    """Has entries that are made when they are read, as those of transformers are."""
+
+    def values(self) -> Any:
+        raise AssertionError("it was read")
+
+    get = items = __iter__ = values  # type: ignore[assignment]
+
+
+LAZY = Lazy(first=X)
+
+
+def test_entries_of_special_dicts_are_not_read() -> None:
+    model = Masked(as_global)
+    vars(model.cache)["lazy"] = Lazy(first=X)
+    assert extract(Workload.of(model, (X, X), squared), "export").extractor == "export"
