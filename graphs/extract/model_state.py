@@ -177,7 +177,7 @@ class _Attributes:
 
 
 class _Caches:
-    """Where a model's code may keep tensors: objects in its attributes, its classes and globals.
+    """Knows where a model's code keeps tensors: objects in its attributes, its classes and globals.
 
     Globals are those of the Python modules that define the model, its parts and its loss, and of
     user modules that these import as a whole. Containers within are known to a depth of

@@ -81,7 +81,7 @@ def test_a_buffer_within_another_that_is_written_is_not_placed_op_by_op(
     def forward(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             m.table[1] += x.mean()
-        return m.layer(x) + m.row.sum()  # type: ignore[no-any-return]
+        return m.layer(x) + m.row.sum()  # type: ignore[no-any-return]  # m is Any
 
     model = Plain(forward, layer=nn.Linear(8, 8))
     table = torch.zeros(3, 4)

@@ -174,6 +174,6 @@ def test_a_program_with_dynamic_sizes_is_placed_for_the_example(extractor: str) 
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(StepError, match="the model is the class Linear, not an instance of torch"):
-        Workload.of(nn.Linear, X, training=False)  # type: ignore[arg-type]
+        Workload.of(nn.Linear, X, training=False)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(StepError, match="the model is an instance of function, not an"):
-        Workload.of(lambda x: x, X, training=False)  # type: ignore[arg-type]
+        Workload.of(lambda x: x, X, training=False)  # type: ignore[arg-type]  # on purpose
