@@ -87,13 +87,25 @@ class Backend(Protocol):
         ...
 
 
-def check_times(results: Sequence[StepResult]) -> None:
-    """Raise ValueError if a backend gave no number as step time."""
-    if any(math.isnan(result.step_s) for result in results):
+def evaluated(
+    backend: Backend, placements: Sequence[Placement], progress: ProgressCallback | None = None
+) -> list[StepResult]:
+    """Return a backend's results; raise ValueError unless they are what the protocol asks for."""
+    results = list(backend.evaluate(placements, progress))
+    if len(results) != len(placements) or not all(isinstance(r, StepResult) for r in results):
+        others = {type(r).__name__ for r in results if not isinstance(r, StepResult)}
+        kinds = f" ({', '.join(sorted(others))})" if others else ""
         raise ValueError(
-            "the backend gave a step time of nan: return StepResult.infeasible(why, {}) for a "
-            "placement without one"
+            f"the backend gave {len(results)} results{kinds} for {len(placements)} placements: "
+            "return one StepResult for each, in order"
         )
+    for result in results:
+        if not result.step_s >= 0.0:
+            raise ValueError(
+                f"the backend gave a step time of {result.step_s:g}: return "
+                "StepResult.infeasible(why, {}) for a placement without one"
+            )
+    return results
 
 
 def measurements(results: Sequence[StepResult]) -> list[Measurement]:

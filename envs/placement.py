@@ -19,7 +19,7 @@ from envs.placement_file import FORMAT, check_record, parse_placement
 from envs.replication import Replication
 from graphs.files import write_whole
 from graphs.graph import PHASES, GraphArrays
-from graphs.strict_json import load_checked, one_of, table, within
+from graphs.strict_json import check_whole, load_checked, one_of, table, within
 from graphs.text import check_printable, html_table, suggestion
 
 ROOT: Final = "(model)"
@@ -360,6 +360,8 @@ def phase_of(op_id: str) -> str:
 
 def check_micro_batches(micro_batches: int, in_flight: int | None) -> None:
     """Check the number of micro-batches and how many of them may be active at once."""
+    check_whole(micro_batches, "micro_batches")
     within(micro_batches, 1, MOST_MICRO_BATCHES, "micro_batches")
     if in_flight is not None:
+        check_whole(in_flight, "in_flight")
         within(in_flight, 1, MOST_MICRO_BATCHES, "in_flight")

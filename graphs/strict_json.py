@@ -15,6 +15,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -219,6 +220,12 @@ def whole(value: object, where: str) -> int:
     if not (math.isfinite(size) and size == int(size)):
         raise ValueError(f"{where} is {size}, not a whole number")
     return value if isinstance(value, int) else int(size)
+
+
+def check_whole(value: object, where: str) -> None:
+    """Check that an argument is a whole number, of Python or numpy."""
+    if not isinstance(value, Integral):
+        raise ValueError(f"{where} is {reprlib.repr(value)}, not a whole number")
 
 
 def within(value: float, low: float, high: float, where: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from envs.backend import Backend, StepResult, check_times
+from envs.backend import Backend, StepResult, evaluated
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here
 from envs.measurement import Measurement, contended
@@ -231,8 +231,7 @@ def _evaluate(
     with compilation_stage(progress):
         predicted = result = simulated_result(runtime, problem, placement)
     if isinstance(backend, Backend):
-        [result] = backend.evaluate([placement], counter(progress))
-        check_times([result])
+        [result] = evaluated(backend, [placement], counter(progress))
     elif backend == "measured":
         if runtime is None:
             raise ValueError("a graph has no model to run: use backend 'simulated'")

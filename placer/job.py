@@ -23,6 +23,7 @@ from envs.replication import Replication
 from graphs.extract import AUTO
 from graphs.graph_file import completed
 from graphs.selection import ConstraintError, keep_together, pin
+from graphs.strict_json import check_whole
 from graphs.text import suggestion
 from placer.policies import GENERALIST, load
 from placer.progress import Progress
@@ -119,10 +120,13 @@ class SearchConfig:
             TypeError: the budget or ``measure`` is of another type.
             OSError: a file cannot be read.
         """
+        check_whole(seed, "seed")
         if not 0 <= seed < SEEDS:
             raise ValueError(f"seed is {seed}, not a whole number from 0 to {SEEDS - 1}")
-        if groups is not None and groups < 1:
-            raise ValueError(f"groups is {groups}, below 1")
+        if groups is not None:
+            check_whole(groups, "groups")
+            if groups < 1:
+                raise ValueError(f"groups is {groups}, below 1")
         if workers is not None:
             _check_workers(workers)
         if not isinstance(measure, bool | str):

@@ -1,7 +1,7 @@
 """Search of graphs with 100,000 and 1,000,000 ops: steps, time and memory.
 
     python -m benchmarks huge:graphs [--quick | --full] [--seeds N]
-    python -m benchmarks huge:learning
+    python -m benchmarks huge:learning huge:evolved
 
 The step is compared with the best of {single device, HEFT, ETF}, with HEFT, and with a lower bound
 that no placement may reach. Everything is simulated, with the default policy, on one core. Seconds
@@ -11,20 +11,18 @@ then, so the problems come in the order of their sizes. With ``--quick`` one has
 
 from __future__ import annotations
 
-import functools
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from benchmarks.instances import Machine
-from benchmarks.large_graphs.learning import proposers, table_by_problem
+from benchmarks.large_graphs import learning
 from benchmarks.large_graphs.problems import (
     Large,
     inceptions_graph,
+    large,
     layered_graph,
     moe_graph,
     nmt_graph,
@@ -42,8 +40,8 @@ from placer.search.compilation import load_compiled_code
 from placer.search.portfolio import Portfolio
 from placer.search.request import Budget, Placer, SearchRequest
 
-LEARNING: Final = 5
-"""The first of HUGE, on which proposals are compared."""
+SECONDS: Final = 30.0
+QUICK_SECONDS: Final = 2.0
 COLUMNS: Final = ("problem", "of best", "of HEFT", "bound of best", "s", "GB")
 
 
@@ -61,20 +59,26 @@ def _million() -> Problem:
     return Problem.of(flat_layered(1_000_000, 64, 1), machine.cluster())
 
 
-def _of(name: str, make: Callable[..., Any], *sizes: Any, on: str, seconds: float = 30.0) -> Huge:
-    make = functools.partial(make, *sizes)
-    large = Large(name=name, make=make, devices=int(on[:-1]), kinds=on[-1])
-    return Huge(f"{name}, {on}", large.problem, Budget(seconds=seconds))
+def _of(problem: Large, seconds: float = SECONDS) -> Huge:
+    return Huge(problem.label, problem.problem, Budget(seconds=seconds))
 
 
-QUICK: Final = (_of("translation", nmt_graph, 6, 560, on="16u", seconds=2.0),)
+PAIRS: Final = tuple(
+    (problem, problem.resized(*sizes))
+    for problem, sizes in (
+        (large("layered", layered_graph, 11, 100_000, 64, 0.8, on="16u"), (111, 8000, 64, 0.8)),
+        (large("transformer", transformer_graph, 223, 32, on="16e"), (20, 24)),
+        (large("translation", nmt_graph, 6, 2780, on="16u"), (6, 220)),
+        (large("mixture of experts", moe_graph, 6, 254, 64, on="16u"), (106, 20, 64)),
+        (large("inception", inceptions_graph, 230, on="16u"), (20,)),
+    )
+)
+"""Problems with smaller graphs of the same makers on the same devices."""
+QUICK_PAIR: Final = PAIRS[2][0].resized(6, 560), PAIRS[2][0].resized(6, 100)
+QUICK: Final = (_of(QUICK_PAIR[0], QUICK_SECONDS),)
 HUGE: Final = (
-    _of("layered", layered_graph, 11, 100_000, 64, 0.8, on="16u"),
-    _of("transformer", transformer_graph, 223, 32, on="16e"),
-    _of("translation", nmt_graph, 6, 2780, on="16u"),
-    _of("mixture of experts", moe_graph, 6, 254, 64, on="16u"),
-    _of("inception", inceptions_graph, 230, on="16u"),
-    _of("layered", layered_graph, 11, 100_000, 64, 0.8, on="64u"),
+    *(_of(problem) for problem, _ in PAIRS),
+    _of(large("layered", layered_graph, 11, 100_000, 64, 0.8, on="64u")),
     Huge("layered, 8e", _million, Budget(seconds=120.0)),
 )
 
@@ -122,9 +126,12 @@ def huge_table(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def parts(effort: Effort) -> dict[str, Part]:
-    """Return the parts: steps, time and memory; and what learning is worth."""
+    """Return the parts: steps, time and memory; what learning is worth, also of evolved weights."""
     seeds = effort.seed_count(quick=1, normal=1, full=3)
     items: Sequence[Huge] = effort.pick(quick=QUICK, normal=HUGE, full=HUGE)
+    pairs = effort.pick(quick=(QUICK_PAIR,), normal=PAIRS, full=PAIRS)
+    amounts = (effort.pick(quick=QUICK_SECONDS, normal=SECONDS, full=SECONDS),)
+    problems = [problem for problem, _ in pairs]
 
     def graphs(out: dict[str, Any]) -> Table:
         load_compiled_code()
@@ -133,17 +140,18 @@ def parts(effort: Effort) -> dict[str, Part]:
             out[item.name] = searched(placer, item, seeds)
         return huge_table(out)
 
-    def learning(out: dict[str, Any]) -> Table:
-        load_compiled_code()
-        of, equal = proposers(), items[:LEARNING]
-        for item in equal:
-            problem = item.problem()  # one at a time: it takes much memory
-            for kind, proposer in of.items():
-                placer = Portfolio(proposer)
-                out.setdefault(kind, {})[item.name] = [
-                    step_ratios(placer, problem, item.budget, seed)[0] for seed in range(seeds)
-                ]
-        found = [Scores(kind, np.array([*out[kind].values()]).T) for kind in of]
-        return table_by_problem("Learning, huge graphs", [item.name for item in equal], found)
+    def by_problem(found: Mapping[float, Sequence[Scores]], out: dict[str, Any]) -> Table:
+        learning.store(problems, found, out)
+        names = [problem.label for problem in problems]
+        return learning.table_by_problem("Learning, huge graphs", names, found[amounts[0]])
 
-    return {"graphs": graphs, "learning": learning}
+    def proposals(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        of = learning.proposers()
+        return by_problem(learning.compared(of, problems, amounts, seeds, seconds=True), out)
+
+    def evolved(out: dict[str, Any]) -> Table:
+        load_compiled_code()
+        return by_problem(learning.compared_with_evolved(pairs, amounts, seeds, seconds=True), out)
+
+    return {"graphs": graphs, "learning": proposals, "evolved": evolved}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from envs.backend import Backend, check_times, measurements
+from envs.backend import Backend, evaluated, measurements
 from envs.executors.cores.errors import WorkerError
 from envs.measured import FEWEST_ROUNDS, DevicesLostError, runs_s
 from envs.problem import Problem
@@ -213,8 +213,7 @@ class CandidateRuns:
         placements = [candidates[i].placement for i in chosen]
         advance = counter(self.progress)
         if isinstance(self.backend, Backend):
-            results = self.backend.evaluate(placements, advance)
-            check_times(results)
+            results = evaluated(self.backend, placements, advance)
             interrupted = getattr(self.backend, "interrupted", False)
         else:
             predicted_s = [candidates[i].predicted_s for i in chosen]

@@ -131,13 +131,16 @@ def test_foreign_graphs_are_large_and_every_one_has_a_row(monkeypatch: pytest.Mo
     assert list(table.columns) == ["problem", *learning.proposers()]
 
 
-def test_proposals_are_compared_on_huge_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["learning", "evolved"])
+def test_proposals_are_compared_on_huge_graphs(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     small = replace(problems.LARGE[-1], make=partial(problems.layered_graph, 1, 60, 4, 0.5))
-    item = huge.Huge("small", small.problem, Budget(evaluations=30))
-    monkeypatch.setattr(huge, "QUICK", (item,))
+    smaller = small.resized(2, 30, 4, 0.5)
+    monkeypatch.setattr(huge, "QUICK_PAIR", (small, smaller))
+    monkeypatch.setattr(huge, "QUICK_SECONDS", 0.05)
     out: dict[str, Any] = {}
-    table = huge.parts(Effort("quick"))["learning"](out)
+    table = huge.parts(Effort("quick"))[part](out)
     assert table is not None
-    assert list(table.columns[1:]) == list(out) == list(learning.proposers())
-    assert [row[0] for row in table.rows] == ["small", "geometric mean"]
-    assert all(0.0 < steps[0] <= 1.0 for of in out.values() for steps in of.values())
+    names = learning.proposers() if part == "learning" else learning.with_evolved(small, smaller, 4)
+    assert list(table.columns[1:]) == list(out["0.05"]) == list(names)
+    assert [row[0] for row in table.rows] == [small.label, "geometric mean"]
+    assert all(0.0 < of["median"] <= 1.0 for of in out["0.05"].values())

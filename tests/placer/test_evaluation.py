@@ -94,19 +94,38 @@ def test_a_backend_of_the_user_evaluates_beside_the_simulator(
     assert evaluation.to_dict()["predicted"]["step_s"] == result.best.predicted_s
 
 
-class Undefined:
-    def evaluate(
-        self, placements: Sequence[placer.Placement], progress: Any = None
-    ) -> list[placer.StepResult]:
-        return [placer.StepResult(step_s=math.nan, peak_memory_bytes={}) for _ in placements]
+class Wrong:
+    def __init__(self, *answers: Any) -> None:
+        self.answers = answers
+
+    def evaluate(self, placements: Sequence[placer.Placement], progress: Any = None) -> list[Any]:
+        return [*self.answers]
 
 
-def test_a_backend_of_the_user_gives_no_nan(placed: tuple[placer.Result, Path, Path]) -> None:
-    result, graph, cluster = placed
-    search = placer.SearchConfig(policy=None, budget="10e", backend=Undefined())
-    with pytest.raises(ValueError, match="a step time of nan: return StepResult"):
-        placer.evaluate(result, backend=Undefined(), progress=False)
-    with pytest.raises(ValueError, match="a step time of nan: return StepResult"):
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([placer.StepResult(step_s=math.nan, peak_memory_bytes={})], "a step time of nan: return"),
+        ([placer.StepResult(step_s=-1.0, peak_memory_bytes={})], "a step time of -1: return"),
+        ([], r"gave 0 results for 1 placements: return one StepResult for each"),
+        ([1.0], r"gave 1 results \(float\) for 1 placements: return one StepResult for each"),
+    ],
+)
+def test_a_backend_of_the_user_gives_a_step_time_for_each(
+    placed: tuple[placer.Result, Path, Path], answers: list[Any], message: str
+) -> None:
+    result = placed[0]
+    with pytest.raises(ValueError, match=message):
+        placer.evaluate(result, backend=Wrong(*answers), progress=False)
+
+
+def test_results_of_a_backend_of_the_user_are_counted(
+    placed: tuple[placer.Result, Path, Path],
+) -> None:
+    _, graph, cluster = placed
+    backend = Wrong(placer.StepResult(step_s=1.0, peak_memory_bytes={}))
+    search = placer.SearchConfig(policy=None, budget="10e", backend=backend)
+    with pytest.raises(ValueError, match="gave 1 results for"):
         placer.optimize(graph, cluster, search=search, progress=False)
 
 
