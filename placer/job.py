@@ -263,6 +263,11 @@ class Job:
                 raise ValueError("a warm start is for a single placement, not for replicas")
             if self.search.backend is not None:
                 raise ValueError("a backend is for a single placement, not for replicas")
+            if self.constraints.pins and (self.replicas.replicas or 1) > 1:
+                raise ConstraintError(
+                    f"pins name devices, and each of {self.replicas.replicas} replicas has devices "
+                    "of its own: leave them out, or keep ops together"
+                )
 
     @classmethod
     def of(

@@ -30,7 +30,7 @@ from placer.parallel.processes import check_same
 from placer.state_file import StateFileError, read_state, write_state
 
 FORMAT: Final = "placer-run/1"
-STATE_FORMAT: Final = "placer-rank/1"
+STATE_FORMAT: Final = "placer-rank/2"
 _KEYS: Final = frozenset({"format", "step", "ranks", "essence"})
 
 
@@ -206,6 +206,7 @@ def train(
 def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:
     return {
         "module": dict(replica.module.state_dict()),
+        "buffers": _unsaved_buffers(replica.module),
         "sync": sync.state_dict(),
         "random": {
             "cpu": torch.get_rng_state(),
@@ -216,11 +217,18 @@ def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:
     }
 
 
+def _unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are not in the state of a module."""
+    saved = module.state_dict()
+    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
+
+
 @torch.no_grad()
 def _restored(state: Mapping[str, Any], replica: Replica, sync: Sync) -> list[float]:
     # Restores the replica and its sync; returns the losses so far.
-    for name, tensor in replica.module.state_dict().items():
-        tensor.copy_(state["module"][name])  # in place: optimizers and placements hold them
+    replica.module.load_state_dict(state["module"])  # in place: others hold the tensors
+    for name, tensor in _unsaved_buffers(replica.module).items():
+        tensor.copy_(state["buffers"][name])
     sync.load_state_dict(state["sync"])
     torch.set_rng_state(state["random"]["cpu"])
     replica.load_random_state(state["random"]["replica"])

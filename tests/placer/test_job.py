@@ -270,3 +270,10 @@ def test_whether_candidates_are_run_is_no_number(measure: Any) -> None:
 def test_runs_are_not_limited_by_evaluations() -> None:
     with pytest.raises(ValueError, match="runs take wall time"):
         SearchConfig(measure="400e")
+
+
+def test_pins_are_for_one_replica() -> None:
+    pinned = placer.Constraints(pins={"a": CLUSTER.names[0]})
+    with pytest.raises(placer.ConstraintError, match="each of 2 replicas has devices of its own"):
+        Job.of(new_graph("any"), CLUSTER, constraints=pinned, replicas=2)
+    Job.of(new_graph("any"), CLUSTER, constraints=pinned, replicas="auto")

@@ -106,6 +106,13 @@ class Server:
     ) -> None:
         self._parameters = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
         self._optimizer = make_optimizer(self._parameters)
+        given = {*map(id, self._parameters)}
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not given.issuperset(map(id, held)):
+            raise ValueError(
+                "the server of asgd has parameters of its own: make the optimizer of those that it "
+                "is given, not of the module's"
+            )
         self._group = group
         self._version = 0
         self._staleness: Counter[int] = Counter()

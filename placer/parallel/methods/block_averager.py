@@ -60,8 +60,8 @@ class BlockAverager:
 
     Call :meth:`after_step` after each step of the worker's own optimizer, and :meth:`finish` at the
     end. Parameters stay the same objects in the same memory; those that need no gradient are left
-    unchanged. Floating-point buffers, such as running statistics, are averaged at the end of each
-    block.
+    unchanged. Real and complex buffers, such as running statistics, are averaged at the end of each
+    block, also those that the model replaces.
     """
 
     def __init__(
@@ -92,10 +92,11 @@ class BlockAverager:
         self.period = period
         self.warmup_steps = warmup_steps
         self.steps = 0
+        self._ended_at: int | None = None
         self.inner = inner
+        self._module = module
         self._mean = mean or mean_of_ranks
         self._parameters = _by_device_and_dtype(p for p in module.parameters() if p.requires_grad)
-        self._buffers = _by_device_and_dtype(b for b in module.buffers() if b.is_floating_point())
         self._base = [nn.Parameter(flat_of(group)) for group in self._parameters]  # W_g
         momentum = update.momentum
         if momentum is None:
@@ -127,7 +128,7 @@ class BlockAverager:
     @torch.no_grad()
     def finish(self) -> None:
         """End the current block, if any, and set the parameters to W(T), the model to use."""
-        if not self.at_border:
+        if not self.at_border and self._ended_at != self.steps:
             self._end_block()
         [settings] = self._outer.param_groups
         for group, base in zip(self._parameters, self._base, strict=True):
@@ -163,6 +164,7 @@ class BlockAverager:
 
     @torch.no_grad()
     def _end_block(self) -> None:
+        self._ended_at = self.steps
         is_plain = self._is_plain or self.is_warming_up
         for group, base in zip(self._parameters, self._base, strict=True):
             mean = self._mean(flat_of(group))
@@ -174,7 +176,8 @@ class BlockAverager:
             self._outer.step()
         for group, base in zip(self._parameters, self._base, strict=True):
             write(group, base)
-        for group in self._buffers:
+        buffers = (b for b in self._module.buffers() if b.is_floating_point() or b.is_complex())
+        for group in _by_device_and_dtype(buffers):
             write(group, self._mean(flat_of(group)))
         if self.update.reset_inner and self.inner is not None and not self.is_warming_up:
             for state in self.inner.state.values():

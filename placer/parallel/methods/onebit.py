@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from placer.parallel.buckets import Bucket, Pending
-from placer.parallel.methods.reductions import AllReduce, Then, all_gather, begun
+from placer.parallel.methods.reductions import AllReduce, Then, all_gather, as_real, begun
 from placer.parallel.methods.registry import WARMUP_STEPS
 from placer.parallel.processes import wire_device
 
@@ -155,19 +155,24 @@ class Coder:
         due = F.pad(flat.to("cpu", torch.float32), (0, padding)).view_as(self.segments.of)
         due += self.residual
         wire, sent = encode(due, self.segments)
-        self.residual = due - sent
+        self.residual = _finite(due - sent)
         return wire
 
     def answer(self, received: torch.Tensor) -> torch.Tensor:
         """Encode the mean of this rank's stripe from the rows that all ranks have sent."""
         due = decode(received, self.mine).mean(0, keepdim=True) + self.stripe
         wire, sent = encode(due, self.mine)
-        self.stripe = due - sent
+        self.stripe = _finite(due - sent)
         return wire.flatten()
 
     def decoded(self, answers: torch.Tensor) -> torch.Tensor:
         """Decode the mean, flat and padded, from the concatenated answers of all owners."""
         return decode(answers.view(self.segments.rows, -1), self.segments).flatten()
+
+
+def _finite(errors: torch.Tensor) -> torch.Tensor:
+    """Return coding errors without those of a gradient that overflowed, which would never end."""
+    return errors.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class OneBit:
@@ -201,7 +206,7 @@ class OneBit:
         self.steps += bucket.is_last()
         if warm:
             return self._plain.start(bucket)
-        flat, coder = bucket.buffer(), self._coder_of(bucket)
+        flat, coder = as_real(bucket.buffer()), self._coder_of(bucket)
         wire = coder.encoded(flat).to(wire_device(self.group))
         received = torch.empty_like(wire)
         work = begun(dist.all_to_all_single(received, wire, group=self.group, async_op=True))
@@ -216,7 +221,7 @@ class OneBit:
     def _coder_of(self, bucket: Bucket) -> Coder:
         index = bucket.index()
         if index not in self._coders:
-            sizes = [parameter.numel() for parameter in bucket.parameters()]
+            sizes = [p.numel() * (1 + p.is_complex()) for p in bucket.parameters()]
             self._coders[index] = coder = Coder.of_sizes(sizes, self._ranks, self._rank)
             if kept := self._restored.get(str(index)):
                 coder.residual, coder.stripe = kept["residual"].clone(), kept["stripe"].clone()

@@ -60,7 +60,7 @@ class Float16(GroupReduction):
 
     def start(self, bucket: Bucket) -> Pending:
         """Start the all-reduce in the narrow dtype; divide first, since sums may overflow fp16."""
-        flat = bucket.buffer()
+        flat = as_real(bucket.buffer())
         narrow = flat.div_(self.ranks).to(self.dtype)
         work = begun(dist.all_reduce(narrow, group=self.group, async_op=True))
         return Then(work, lambda: flat.copy_(narrow))
@@ -176,7 +176,9 @@ class HookReduction(Reduction):
 class PowerSgd(HookReduction):
     """PowerSGD from torch: gradient matrices are sent as products of two low-rank factors.
 
-    With error feedback (Vogels, Karimireddy and Jaggi, NeurIPS 2019).
+    With error feedback (Vogels, Karimireddy and Jaggi, NeurIPS 2019). Torch's hook begins its
+    further collectives on threads of the backend, in an order that may differ between ranks: one
+    bucket at a time is reduced.
     """
 
     def __init__(
@@ -195,14 +197,18 @@ class PowerSgd(HookReduction):
             start_powerSGD_iter=warmup_steps,
         )
         super().__init__(powerSGD_hook, state)
+        self._before: Pending | None = None
 
     def start(self, bucket: Bucket) -> Pending:
         """Call the hook, with what is kept of this bucket on its device; checkpoints load on CPUs.
 
         Raises:
-            ValueError: the bucket is on the CPU while torch sees GPUs: its hook then waits for one.
+            ValueError: the gradients are complex, or the bucket is on the CPU while torch sees
+                GPUs: its hook then waits for one.
         """
         device = bucket.buffer().device
+        if bucket.buffer().is_complex():
+            raise ValueError("torch's PowerSGD reduces real gradients only: choose another method")
         if device.type == "cpu" and torch.cuda.is_available():
             raise ValueError(
                 "torch's PowerSGD does not reduce gradients on the CPU where there are GPUs: "
@@ -212,7 +218,11 @@ class PowerSgd(HookReduction):
             kept = getattr(self.state, name)
             if (tensor := kept.get(bucket.index())) is not None:
                 kept[bucket.index()] = tensor.to(device)
-        return super().start(bucket)
+        if self._before is not None:
+            self._before.wait()
+        pending = super().start(bucket)
+        self._before = None if bucket.is_last() else pending
+        return pending
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far, the residuals, the factors and the random generator's state."""
@@ -252,6 +262,11 @@ def begun(work: dist.Work | None) -> dist.Work:
     """Return the work of an asynchronous collective, which must not be None."""
     assert work is not None, "asynchronous collectives return their work to members of the group"
     return work
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor (P,), or complex (P / 2,) as a view of its parts (P,)."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.replication import BUCKET_BYTES
+from graphs.strict_json import check_whole
 from graphs.text import suggestion
 
 DEFAULT: Final = "allreduce"
@@ -81,7 +82,7 @@ class SyncConfig:
 
     Attributes:
         method: name of the method, one of ``METHODS``.
-        accumulate: backward passes per step, whose gradients are averaged.
+        accumulate: backward passes per step, whose gradients are added up.
         bucket_bytes: maximum bytes of gradients that are reduced together.
         warmup_steps: plain synchronous steps before the method begins.
         period: steps per block.
@@ -104,7 +105,10 @@ class SyncConfig:
     def __post_init__(self) -> None:
         for name in ("accumulate", "bucket_bytes", "warmup_steps", "period", "approximation_rank"):
             value, least = getattr(self, name), 0 if name == "warmup_steps" else 1
-            if value is not None and value < least:
+            if value is None:
+                continue
+            check_whole(value, name)
+            if value < least:
                 raise ValueError(f"{name} is {value}, below {least}")
         if self.block_momentum is not None and not 0 <= self.block_momentum < 1:
             raise ValueError(f"block_momentum is {self.block_momentum}, not within 0 .. 1")

@@ -152,6 +152,8 @@ def make_sync(
             bucket_bytes=config.bucket_bytes,
         )
         return OptimizerSync(make_optimizer(module.parameters()), gradients=gradients)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("no parameter needs a gradient: there is nothing to average")
     broadcast_state(module, group_of)
     optimizer = make_optimizer(module.parameters())
     changed = {"momentum": config.block_momentum, "rate": config.block_rate}

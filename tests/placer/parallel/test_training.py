@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
-from torch import nn
+from torch import Tensor, nn
 
 from placer.cli.main import main
 from placer.parallel.data import Batch, FromFunction
 from placer.parallel.methods.block_averager import flat_of
-from placer.parallel.training import STATE_FORMAT, Checkpoint, Replica, write_model
+from placer.parallel.methods.sync import make_sync
+from placer.parallel.training import STATE_FORMAT, Checkpoint, Replica, train, write_model
 from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
 from tests.helpers.ranks import on_ranks
+from tests.helpers.replicas import own_batch
 from tests.helpers.runs import all_ran, prepared, ran
 
 
@@ -158,3 +162,49 @@ def test_losses_are_read_when_all_passes_are_issued(monkeypatch: pytest.MonkeyPa
     passes: list[Batch] = [((torch.full((2,), float(k)),), {}) for k in (1, 2, 6)]
     assert Replica(Model()).backward(passes) == pytest.approx(6.0)
     assert done == ["pass"] * 3 + ["read"] * 3
+
+
+class WithOwnState(nn.Module):
+    """A buffer that is not saved, and state that is no tensor, change the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4)
+        self.steps = 0
+        self.register_buffer("mean", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        found: Tensor = self.layer(x)
+        mean = self.get_buffer("mean").mul_(0.5).add_(found.detach().mean(0))
+        return nn.functional.mse_loss(found - mean * self.steps, y)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def losses_with_own_state(checkpoint: Path, ends: Sequence[int]) -> list[tuple[float, ...]]:
+    found = []
+    for steps in ends:
+        model = WithOwnState()
+        make = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        done = train(
+            Replica(model),
+            make_sync(model, make),
+            lambda number: ([*own_batch(number)], {}),
+            steps=steps,
+            checkpoint=Checkpoint(checkpoint, {}),
+            resume=True,
+        )
+        found.append(done.losses)
+    return found
+
+
+def test_state_that_is_not_in_the_state_dict_as_a_tensor_is_resumed(tmp_path: Path) -> None:
+    [[whole]] = on_ranks(1, losses_with_own_state, tmp_path / "whole.json", (6,))
+    [[_, resumed]] = on_ranks(1, losses_with_own_state, tmp_path / "parts.json", (3, 6))
+    assert resumed == whole

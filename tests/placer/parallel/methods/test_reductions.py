@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from envs.replication import BUCKET_BYTES
 from placer.parallel.buckets import Bucket, filled_buckets
 from placer.parallel.grad_sync import GradSync
 from placer.parallel.methods import reductions
@@ -86,6 +87,9 @@ def results(ranks: int) -> list[dict[str, Any]]:
             "bits": (one_bit_steps, BIT_STEPS),
             "powersgd": (train_by_powersgd, False),
             "powersgd under ddp": (train_by_powersgd, True),
+            "powersgd, some buckets": (train_by_powersgd, False, 3000),
+            "complex": (reduced_complex,),
+            "overflow": (bits_after_an_overflow,),
         },
         3: {"bits": (one_bit_steps, BIT_STEPS)},
         4: {"fake gpu": (scattered_on_a_fake_gpu,)},
@@ -183,7 +187,47 @@ def test_bits_and_what_they_leave_out_add_up_to_all_gradients(ranks: int) -> Non
     torch.testing.assert_close(found[0][0][0], flat_mean(ranks))  # the warm-up step
 
 
-def train_by_powersgd(under_ddp: bool) -> dict[str, Tensor]:
+def reduced_complex() -> dict[str, tuple[Tensor, Tensor]]:
+    """Return by reduction the mean of a complex gradient and what it should be."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randn(2, 40, dtype=torch.complex64, generator=generator)
+    found = {}
+    for make in (AllReduce, Float16, BFloat16, partial(OneBit, warmup_steps=0)):
+        reduction, bucket = make(), bucket_of([every[dist.get_rank()]])
+        reduction.start(bucket).wait()
+        found[type(reduction).__name__] = (bucket.flat.clone(), every.mean(0))
+    with pytest.raises(ValueError, match="real gradients only"):
+        PowerSgd().start(bucket_of([every[0]]))
+    return found
+
+
+def test_complex_gradients_keep_both_parts() -> None:
+    tolerance = {"AllReduce": 1e-6, "Float16": 3e-3, "BFloat16": 3e-2, "OneBit": 2.0}
+    for of_rank in results(2):
+        for name, (mean, truth) in of_rank["complex"].items():
+            torch.testing.assert_close(mean, truth, rtol=0, atol=tolerance[name])
+            assert len(mean.imag.unique()) > 1
+
+
+def bits_after_an_overflow() -> list[bool]:
+    reduction = OneBit(warmup_steps=0)
+    finite = []
+    for step in range(4):
+        gradients = gradients_of(dist.get_rank(), step)
+        if step == 1 and dist.get_rank() == 0:
+            gradients[0][0, 0] = torch.inf
+        bucket = bucket_of(gradients)
+        reduction.start(bucket).wait()
+        finite.append(bool(bucket.flat.isfinite().all()))
+    return finite
+
+
+def test_bits_of_one_overflow_do_not_spoil_later_steps() -> None:
+    for of_rank in results(2):
+        assert of_rank["overflow"] == [True, False, True, True]
+
+
+def train_by_powersgd(under_ddp: bool, bucket_bytes: int = BUCKET_BYTES) -> dict[str, Tensor]:
     replica = mlp()
     sgd = torch.optim.SGD(replica.parameters(), lr=0.1)
     module: nn.Module = replica
@@ -192,7 +236,8 @@ def train_by_powersgd(under_ddp: bool) -> dict[str, Tensor]:
         module = DistributedDataParallel(replica)
         module.register_comm_hook(state, powerSGD_hook)
     else:
-        sync = GradSync(replica, reduction=partial(PowerSgd, warmup_steps=2))
+        reduction = partial(PowerSgd, warmup_steps=2)
+        sync = GradSync(replica, reduction=reduction, bucket_bytes=bucket_bytes)
     for number in range(8):
         sgd.zero_grad()
         backward(mse(module, own_batch(number, 16, 8)))
@@ -207,6 +252,14 @@ def test_hooks_reduce_as_under_ddp() -> None:
     for of_rank in results(2):
         ours, ddp = of_rank["powersgd"], of_rank["powersgd under ddp"]
         torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)
+
+
+def test_buckets_of_powersgd_are_reduced_in_the_same_order_on_all_ranks() -> None:
+    # torch's hook begins further collectives on other threads: ranks mixed them up, or hung
+    first, second = (of_rank["powersgd, some buckets"] for of_rank in results(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    for name, parameter in mlp().named_parameters():
+        assert not torch.equal(first[name], parameter)
 
 
 def devices_of_state() -> tuple[set[str], str]:

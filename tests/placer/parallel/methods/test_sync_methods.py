@@ -227,6 +227,15 @@ def server_of_some_ranks() -> None:
     make_sync(mlp(), sgd, SyncConfig(method="asgd"), group_of=lambda device: half)
 
 
+def server_with_other_parameters() -> None:
+    module = mlp()
+    make_sync(module, lambda _: sgd(module.parameters()), SyncConfig(method="asgd"))
+
+
+def averages_of_nothing() -> None:
+    make_sync(mlp().requires_grad_(False), sgd, SyncConfig(method="ma"))
+
+
 def server_that_loses_a_worker() -> None:
     sync = make_sync(mlp(), sgd, SyncConfig(method="asgd"))
     if dist.get_rank() == 1:
@@ -236,10 +245,17 @@ def server_that_loses_a_worker() -> None:
 
 
 def test_the_server_refuses_what_it_cannot_serve() -> None:
-    works = {"nothing": server_of_nothing, "some": server_of_some_ranks}
+    works = {
+        "nothing": server_of_nothing,
+        "some": server_of_some_ranks,
+        "averages": averages_of_nothing,
+    }
     for messages in on_ranks(2, each, {name: (refusal, work) for name, work in works.items()}):
         assert "no parameter needs a gradient" in messages["nothing"]
         assert "asgd has one server for all 2 ranks" in messages["some"]
+        assert "nothing to average" in messages["averages"]
+    [message] = on_ranks(1, refusal, server_with_other_parameters)
+    assert "make the optimizer of those that it is given" in message
 
 
 def test_a_server_that_loses_a_worker_says_so() -> None:
@@ -271,6 +287,42 @@ def test_blocks_end_with_common_statistics_and_bmuf_forgets_local_momentum() -> 
         assert (momentum == 0.0) == update.reset_inner
 
 
+class Replaced(nn.Module):
+    """A model that replaces its buffer in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        self.mean = 0.5 * self.mean + found.detach().mean(0) * (1 + 1j)
+        return found
+
+
+def finished_twice() -> tuple[Tensor, bool]:
+    """Return a replaced buffer, and whether ending twice within a block changed parameters."""
+    replica = Replaced()
+    sync = make_sync(replica, momentum_sgd, SyncConfig(method="bmuf", period=3))
+    for number in range(4):
+        sync.zero_grad()
+        backward(mse(replica, own_batch(number, 16, 8)))
+        sync.step()
+    sync.finish()
+    before = parameters(replica)
+    sync.finish()
+    after = parameters(replica)
+    return replica.mean.clone(), any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_replaced_buffers_are_averaged_too_and_a_block_ends_once() -> None:
+    (first, changed), (second, _) = on_ranks(RANKS, finished_twice)
+    assert torch.equal(first, second)
+    assert first.imag.abs().max() > 0
+    assert not changed
+
+
 def test_workers_may_be_stacked_in_one_process() -> None:
     worker = nn.Module()
     pair = nn.Parameter(torch.zeros(RANKS, 3))
@@ -300,6 +352,7 @@ def test_workers_may_be_stacked_in_one_process() -> None:
         (partial(SyncConfig, method="bmuf", block_momentum=1.0), "block_momentum is 1.0"),
         (partial(SyncConfig, method="bmuf", block_rate=0.0), "block_rate is 0.0"),
         (partial(SyncConfig, method="hierarchical", levels=(0, 2)), "levels are"),
+        (partial(SyncConfig, method="ma", period=2.5), "period is 2.5, not a whole number"),
         (partial(SyncConfig, accumulate=0), "accumulate is 0, below 1"),
         (partial(BlockUpdate, momentum=1.0), "momentum 1.0 is not within 0 .. 1"),
         (partial(BlockUpdate, rate=0.0), "rate 0.0 is not above 0"),
