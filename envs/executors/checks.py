@@ -15,44 +15,91 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from graphs.arguments import arguments, contexts_by_name, leaves_by_path
 from graphs.extract import Workload
 from graphs.inputs import keeps_no_more
+from graphs.precision import FULL
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedState:
-    """Modes of the modules and trained parameters of a training step, as of when it was placed.
+class AsPlaced:
+    """Modules and parameters of a step's model and loss, as of when it was placed.
 
-    Inference has neither.
+    Modules have a mode, None where any is taken as in inference, and a :func:`_composition`; of
+    parameters those of training are known.
     """
 
-    modes: tuple[tuple[str, nn.Module, bool], ...]
+    modules: tuple[tuple[str, nn.Module, bool | None, list[int]], ...]
     parameters: tuple[tuple[str, nn.Parameter, bool], ...]
+    dtype: str
 
     @classmethod
-    def of(cls, step: Workload) -> TrainedState:
+    def of(cls, step: Workload) -> AsPlaced:
         """Return the present state of a step's model and loss function."""
-        owners = (step.model, step.loss) if step.training else ()
-        modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+        owners = (step.model, step.loss if step.training else None)
+        roots = [owner for owner in owners if isinstance(owner, nn.Module)]
+        trained = roots if step.training else []
         return cls(
-            tuple((n, m, m.training) for each in modules for n, m in each.named_modules()),
-            tuple((n, p, p.requires_grad) for each in modules for n, p in each.named_parameters()),
+            tuple(
+                (name, module, _mode(module, root, step), _composition(module))
+                for root in roots
+                for name, module in root.named_modules()
+            ),
+            tuple((n, p, p.requires_grad) for root in trained for n, p in root.named_parameters()),
+            step.dtype,
         )
 
     def check(self) -> None:
-        """Raise ValueError if a module went to eval mode, or a parameter was frozen or unfrozen."""
-        for name, module, training in self.modes:
+        """Raise ValueError if the model would compute something else now."""
+        for name, module, training, composition in self.modules:
             if training and not module.training:
                 raise ValueError(
                     f"{name or 'the model'} is in eval mode now, and a placed training step "
                     "computes as in train mode: validate with the model itself, model(x), and "
                     "call model.train() before the next step"
                 )
+            if training is False and module.training:
+                raise ValueError(
+                    f"{name} is in train mode now, and was in eval mode when it was placed: call "
+                    "its .eval() again after model.train()"
+                )
+            if _composition(module) != composition:
+                raise ValueError(
+                    f"{name or 'the model'} has other submodules or hooks now than when it was "
+                    "placed: optimize the model as it is now, and apply the new placement"
+                )
+        if self.dtype == FULL and torch.is_autocast_enabled("cpu"):
+            raise ValueError(
+                "autocast is on, and the step was placed without it: leave it off, or optimize "
+                'with dtype="bf16"'
+            )
         for name, parameter, trained in self.parameters:
+            if parameter._backward_hooks:
+                raise ValueError(
+                    f"{name} has a hook on its gradient (register_hook) now, which a placed step "
+                    "does not call: remove it, and change the gradient after the step"
+                )
             if parameter.requires_grad is not trained:
                 has, had = ("no", "one") if trained else ("a", "none")
                 raise ValueError(
                     f"{name} has {has} gradient now (requires_grad), and had {had} when it was "
                     "placed: optimize the model as it is now, and apply the new placement"
                 )
+
+
+def _mode(module: nn.Module, root: nn.Module, step: Workload) -> bool | None:
+    """Return the mode that a module must keep; one in eval mode as a whole is switched anyway."""
+    if not step.training or not (module.training or root.training):
+        return None
+    return module.training
+
+
+def _composition(module: nn.Module) -> list[int]:
+    """Return ids of the submodules of a module, and of its hooks."""
+    return [
+        *map(id, module._modules.values()),
+        *map(id, module._forward_pre_hooks.values()),
+        *map(id, module._forward_hooks.values()),
+        *map(id, module._backward_pre_hooks.values()),
+        *map(id, module._backward_hooks.values()),
+    ]
 
 
 def checked_rate(rate: float) -> float:

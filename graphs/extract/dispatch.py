@@ -49,6 +49,7 @@ from graphs.extract.fx_nodes import constants_of, drop_unread, written_arguments
 from graphs.extract.kernels.decomposed import trained_as_in_eager_mode
 from graphs.extract.model_state import (
     GradientWatch,
+    check_no_new_state,
     check_same_form,
     substituted,
     tracing,
@@ -81,6 +82,7 @@ class _Recording:
         pairs = list(self._existing())
         self.sources = [source for source, _ in pairs]
         self.tensors = [tensor for _, tensor in pairs]
+        self.names = step.named_state().keys()
         self.results: list[Result] = []
         self.outputs: Any = Position(0)
         self.returned: list[torch.Tensor] = []
@@ -221,6 +223,7 @@ class _Recording:
     def _new_state(self, wrapped: Sequence[FunctionalTensor]) -> list[torch.Tensor]:
         """Return new values of parameters and buffers, whether written in place or assigned."""
         now = self.step.named_state()
+        check_no_new_state(now.keys() - self.names)
         changed: list[torch.Tensor] = []
         for source, before in zip(self.sources, wrapped, strict=True):
             # missing in torch's stubs

@@ -29,6 +29,7 @@ from graphs.extract.model_state import on_host
 from graphs.extract.module_calls import Unit, module_paths
 from graphs.extract.modules.trace import module_graph
 from graphs.extract.program import StepProgram
+from graphs.extract.reads.effects import effects_refused
 from graphs.extract.updates import with_optimizer
 from graphs.text import suggestion
 from graphs.workload import ExtractionError, StepError, Workload
@@ -307,7 +308,8 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
             return Extraction(step, graph, None, None, forward_of, "modules", units=units)
         check_dense(step)
         constants = Constants(step)
-        traced = trace(step) if extractor == "export" else record(step)
+        with effects_refused():
+            traced = trace(step) if extractor == "export" else record(step)
         return _of_trace(step, traced, extractor, constants)
     except ExtractionError:
         raise

@@ -282,7 +282,9 @@ def written_when_assigned(
             if buffer is not None
         }
         slots = tensor_attributes({module: path for path, module in root.named_modules()})
+        names = buffer_names(root)
         outputs = original(*inputs, **keywords)
+        check_no_new_state(map(named, buffer_names(root) - names))
         gone.extend((named(path), tensor) for path, tensor in replaced(slots))
         ids = {id(buffer) for buffer in before.values()}
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -305,6 +307,20 @@ def written_when_assigned(
             restored.callback(delattr, root, "forward")
         root.forward = forward
         yield gone
+
+
+def buffer_names(root: nn.Module) -> set[str]:
+    """Return the paths of all buffers that have a value."""
+    return {name for name, _ in root.named_buffers(remove_duplicate=False)}
+
+
+def check_no_new_state(names: Iterable[str]) -> None:
+    """Raise ExtractionError if a step gives buffers their first values."""
+    if made := sorted(names):
+        raise ExtractionError(
+            f"buffer {made[0]} has no value until the model has run: run the model once first, on "
+            "the example inputs"
+        )
 
 
 def check_same_form(name: str, before: torch.Tensor, now: torch.Tensor) -> None:

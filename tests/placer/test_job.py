@@ -21,6 +21,7 @@ from envs.hardware.cluster import cluster_to_toml
 from envs.hardware.discover import physical_cores
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.graph_file import load_graph, save_graph
+from graphs.selection import ConstraintError
 from placer.api import run_job
 from placer.cli.main import main
 from placer.job import MOST_WORKERS, Job, SearchConfig
@@ -274,6 +275,6 @@ def test_runs_are_not_limited_by_evaluations() -> None:
 
 def test_pins_are_for_one_replica() -> None:
     pinned = placer.Constraints(pins={"a": CLUSTER.names[0]})
-    with pytest.raises(placer.ConstraintError, match="each of 2 replicas has devices of its own"):
+    with pytest.raises(ConstraintError, match="each of 2 replicas has devices of its own"):
         Job.of(new_graph("any"), CLUSTER, constraints=pinned, replicas=2)
     Job.of(new_graph("any"), CLUSTER, constraints=pinned, replicas="auto")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from envs.executors.checks import TrainedState, checked_rate, load_optimizer_state
+from envs.executors.checks import AsPlaced, checked_rate, load_optimizer_state
 from envs.executors.cores.arena import begin_updates
 from envs.executors.cores.errors import WorkerError
 from envs.executors.cores.hand_over import HandOver
@@ -65,7 +65,7 @@ class PlacedModel:
         self.program = extraction.program
         self._extraction = extraction
         self._step = extraction.step
-        self._trained = TrainedState.of(extraction.step)
+        self._as_placed = AsPlaced.of(extraction.step)
         self._handed: HandOver | None = None
         lists = device_lists(self.program, devices, order, len(cluster))
         self._pool = WorkerPool(
@@ -115,7 +115,7 @@ class PlacedModel:
         """
         if self._pool.closed or self._handed is None:
             raise WorkerError("the workers of this placed model have ended; place it again")
-        self._trained.check()
+        self._as_placed.check()
         self._extraction.check_constants()
         outputs, _ = self._handed.step(lambda: self._pool.run(self._number), batch, keywords)
         return outputs

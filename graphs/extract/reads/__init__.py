@@ -1,1 +1,1 @@
-"""Reads of values of tensors by the code of a model: those of checks, which steer nothing."""
+"""What the code of a model does besides its ops: reads of values, and effects that no op shows."""

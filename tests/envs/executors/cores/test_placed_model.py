@@ -252,6 +252,37 @@ def test_a_training_step_in_eval_mode_or_with_other_trained_parameters_is_refuse
             placed(*step.inputs)
 
 
+def test_a_model_that_would_compute_something_else_now_is_refused() -> None:
+    step = tiny_models.conv_net()
+    model, norm = step.model, step.model.get_submodule("1")
+    assert isinstance(norm, nn.BatchNorm2d)
+    norm.eval()
+    with on_cores(extract(step)) as placed:
+
+        def refused(message: str) -> None:
+            with pytest.raises(ValueError, match=message):
+                placed.step(*step.inputs)
+
+        placed.step(*step.inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            refused("autocast is on")
+        model.eval()
+        model.train()
+        refused("1 is in train mode now")
+        norm.eval()
+        relu = model.get_submodule("2")
+        model.add_module("2", nn.GELU())
+        refused("the model has other submodules or hooks")
+        model.add_module("2", relu)
+        hook = model.get_submodule("0").register_forward_hook(lambda module, inputs, output: output)
+        refused("0 has other submodules or hooks")
+        hook.remove()
+        hook = model.get_parameter("0.weight").register_hook(torch.abs)
+        refused("0.weight has a hook on its gradient")
+        hook.remove()
+        placed.step(*step.inputs)
+
+
 @pytest.mark.slow
 def test_a_frozen_parameter_that_is_to_be_trained_is_refused_and_inference_has_no_modes() -> None:
     step = tiny_models.conv_net()

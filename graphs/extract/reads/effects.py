@@ -1,0 +1,56 @@
+"""Effects of a model's code that no op of a trace shows: such a step is not traced.
+
+Random numbers of a traced step follow the generators of whoever runs it, whatever the model seeds.
+A tensor whose memory the model replaces, by ``x.data = y`` or ``x.set_(y)``, would keep its old
+value. The model's own code does both, where it is placed by its modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from graphs.extract.errors import is_skipped, running_line
+from graphs.workload import ExtractionError
+
+SEEDING: Final = ("manual_seed", "seed", "set_rng_state", "fork_rng")
+"""Functions of torch.random, of which torch has most under its own name."""
+
+
+@contextlib.contextmanager
+def effects_refused() -> Iterator[None]:
+    """Raise ExtractionError, meanwhile, if code outside of torch has an effect that is no op."""
+    with contextlib.ExitStack() as restored:
+        for owner in (torch, torch.random):
+            for name in SEEDING:
+                if original := getattr(owner, name, None):
+                    restored.callback(setattr, owner, name, original)
+                    setattr(owner, name, _refused(original, "seeds torch's random numbers"))
+        data = torch._C.TensorBase.data
+        replaced = "replaces the memory of a tensor"
+        new_data = property(data.__get__, _refused(data.__set__, replaced))
+        new_set = _refused(torch._C.TensorBase.set_, replaced)
+        for name, value in (("data", new_data), ("set_", new_set)):  # else inherited
+            setattr(torch.Tensor, name, value)
+            restored.callback(delattr, torch.Tensor, name)
+        yield
+
+
+def _refused(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function of torch that raises where the model's own code calls it."""
+    thread = threading.get_ident()
+
+    def checked(*args: Any, **keywords: Any) -> Any:
+        if threading.get_ident() == thread and not is_skipped(sys._getframe(1)):
+            raise ExtractionError(
+                f"the model {what} ({running_line()}), which is no op of a graph; its own code "
+                "does so, placed by modules"
+            )
+        return original(*args, **keywords)
+
+    return checked
