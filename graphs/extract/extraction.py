@@ -143,10 +143,16 @@ class Extraction:
         """
         if not self.depends_on_data:
             return ""
+        modules = "" if self.no_modules else "; or place whole modules (extractor modules)"
         return (
             f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores: "
-            f"{self.dependence}; or place whole modules (extractor modules)"
+            f"{self.dependence}{modules}"
         )
+
+    @property
+    def no_modules(self) -> bool:
+        """Return whether its modules were tried, but cannot be placed."""
+        return any(tried.extractor == "modules" for tried in self.fell_back)
 
     @property
     def dependence(self) -> str:
@@ -165,7 +171,8 @@ class Extraction:
     def check_any_data(self) -> None:
         """Raise ExtractionError if there is no program, or it holds for the example inputs only."""
         if self.program.op_count and self.depends_on_data:  # raises for a graph of modules
-            raise ExtractionError(self.core_refusal, remedy="modules")
+            remedy = None if self.no_modules else "modules"
+            raise ExtractionError(self.core_refusal, remedy=remedy)
 
 
 def extract(step: Workload, extractor: str = "auto", *, needs: Needs = "nothing") -> Extraction:
@@ -283,7 +290,8 @@ def _by_first(extractors: Sequence[Extractor], step: Workload, needs: Needs) -> 
                 raise
             fell_back.append(FallBack(name, sentences(str(error))))
     if recording is not None:
-        return recording
+        others = (tried for tried in fell_back if tried.extractor != recording.extractor)
+        return replace(recording, fell_back=tuple(others))
     reasons = by_reason(fell_back)
     raise ExtractionError(sentences(f"no extractor takes {type(step.model).__name__}", *reasons))
 

@@ -19,13 +19,13 @@ import placer
 from envs.hardware.cluster import Cluster, cluster_to_toml
 from envs.hardware.discover import discover
 from envs.runtime import Runtime, runtime_for
-from graphs.extract import Extraction
+from graphs.extract import Extraction, extract
 from graphs.graph_file import load_graph
 from placer.cli.main import main
 from placer.costed_step import costed_step
 from placer.evaluation import Evaluation, evaluate_job, evaluation_job
 from placer.job import Job
-from placer.messages.remarks import core_refusal
+from placer.messages.remarks import core_refusal, core_refusal_in_short, extraction_remarks
 from placer.progress import Silent
 from tests.helpers import tiny_models
 from tests.helpers.clusters import toy_pair
@@ -330,3 +330,19 @@ def test_nothing_is_refused_where_the_step_can_run_on_any_data() -> None:
     core = f"core:{min(os.sched_getaffinity(0))}"
     costed_step(Job.of(layers(), core, search=placer.SearchConfig(policy=None)), told)
     assert "refuses" not in " ".join(told.texts)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_modules_are_recommended_unless_they_were_refused(optimizer: str | None) -> None:
+    model = tiny_models.Plain(doubling, a=nn.Linear(4, 4))
+    inputs = (torch.ones(4, 4), torch.ones(4, 4))
+    workload = placer.Workload.of(model, inputs, nn.functional.mse_loss, optimizer=optimizer)
+    extraction = extract(workload, needs="any data")
+    if optimizer is None:
+        assert extraction.extractor == "modules"
+        return
+    assert extraction.extractor == "dispatch"
+    assert "place whole modules" not in core_refusal(extraction)
+    assert core_refusal_in_short(extraction).endswith("nor can whole modules.")
+    reason = "a graph of modules has no ops for an optimizer"
+    assert any(reason in remark for remark in extraction_remarks(extraction))
