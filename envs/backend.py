@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -87,20 +87,28 @@ class Backend(Protocol):
         ...
 
 
+def check_protocol(backend: object) -> None:
+    """Raise TypeError unless an object can evaluate placements."""
+    if not isinstance(backend, Backend):
+        raise TypeError(f"{backend!r} is no placer.Backend: it has no method evaluate")
+
+
 def evaluated(
     backend: Backend, placements: Sequence[Placement], progress: ProgressCallback | None = None
 ) -> list[StepResult]:
     """Return a backend's results; raise ValueError unless they are what the protocol asks for."""
-    results = list(backend.evaluate(placements, progress))
-    if len(results) != len(placements) or not all(isinstance(r, StepResult) for r in results):
-        others = {type(r).__name__ for r in results if not isinstance(r, StepResult)}
+    answer: object = backend.evaluate(placements, progress)
+    results = list(answer) if isinstance(answer, Iterable) else None
+    others = {type(r).__name__ for r in results or () if not isinstance(r, StepResult)}
+    if results is None or others or len(results) != len(placements):
         kinds = f" ({', '.join(sorted(others))})" if others else ""
+        gave = type(answer).__name__ if results is None else f"{len(results)} results{kinds}"
         raise ValueError(
-            f"the backend gave {len(results)} results{kinds} for {len(placements)} placements: "
-            "return one StepResult for each, in order"
+            f"the backend gave {gave} for {len(placements)} placements: return one StepResult for "
+            "each, in order"
         )
     for result in results:
-        if not result.step_s >= 0.0:
+        if not (0.0 < result.step_s < math.inf if result.feasible else result.step_s >= 0.0):
             raise ValueError(
                 f"the backend gave a step time of {result.step_s:g}: return "
                 "StepResult.infeasible(why, {}) for a placement without one"

@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.backend import Backend, StepResult
+from envs.backend import Backend, StepResult, check_protocol, evaluated
 from envs.costs.roofline import cluster_of
 from envs.hardware.cluster import Cluster
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
@@ -100,8 +100,10 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
 
         Raises:
             ValueError: there is no such backend, or it needs a workload; several of workload, graph
-                and pool are given, or none with memory or overlap; there is no such device; or
-                copies cannot overlap.
+                and pool are given, or none with memory or overlap; the pool is empty or has
+                problems of more devices than ``most_devices``; there is no such device; or copies
+                cannot overlap.
+            TypeError: your own backend cannot evaluate.
             ExtractionError: the model cannot be extracted, or no placement of it can be run.
             WorkerError: workers do not start, or cannot run the model.
         """
@@ -122,12 +124,15 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             pool = [costed_problem(runtime, devices)]
         elif graph is not None:
             pool = [problem_of(graph, cluster)]
-        self.pool = list(pool or [toy_problem()])
+        self.pool = [toy_problem()] if pool is None else list(pool)
+        if not self.pool:
+            raise ValueError("the pool is empty: give at least one problem, or leave it out")
         if len(self.pool) > 1 and backend != "simulated":
             raise ValueError('steps of a pool are simulated: leave backend="simulated"')
         self._started = ExitStack()
         self._backend: Backend | None = None  # None: each problem has a simulator
         if not isinstance(backend, str):
+            check_protocol(backend)
             self._backend = backend
         elif backend != "simulated":
             self._backend = backend_named(
@@ -138,9 +143,10 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
                 until_closed=self._started,
             )
         self.render_mode = render_mode
-        self._device_count = count = most_devices or max(
-            problem.device_count for problem in self.pool
-        )
+        needed = max(problem.device_count for problem in self.pool)
+        self._device_count = count = needed if most_devices is None else most_devices
+        if count < needed:
+            raise ValueError(f"most_devices is {count}, but a problem has {needed} devices")
         shape = (len(OP_FEATURES) + count * len(DEVICE_FEATURES),)
         self.observation_space = spaces.Box(0.0, LARGEST_FEATURE, shape, np.float32)
         self.action_space = spaces.Discrete(count)
@@ -167,12 +173,16 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
         """Start an episode with no op placed, of a drawn problem or number ``options["number"]``.
 
-        The info has the ``number`` of the problem in the pool.
+        The info has the ``number`` of the problem in the pool. A ValueError says that there is none
+        of the number in ``options``.
         """
         super().reset(seed=seed)
         number = (options or {}).get("number")
         if number is None:
             number = self.np_random.integers(len(self.pool))
+        if number not in range(len(self.pool)):
+            last = len(self.pool) - 1
+            raise ValueError(f"number is {number!r}: problems have numbers from 0 to {last}")
         return self._begin(int(number)), {"number": int(number)}
 
     def step(
@@ -195,9 +205,9 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         if schedule.current >= 0:
             return self._observe(), 0.0, False, False, {}
         placement = self._evaluator.placement(schedule.devices)
-        result = evaluated(self.backend, [placement])[0]
+        [result] = self._evaluator.results([placement])
         reward, baseline_s = INVALID_REWARD, self._evaluator.baseline_s()
-        if result.feasible and math.isfinite(result.step_s):
+        if result.feasible:
             reward = math.log(max(baseline_s, SHORTEST_S) / max(result.step_s, SHORTEST_S))
         info = {
             "number": self._number,
@@ -255,17 +265,18 @@ class _Evaluator:
             single = [
                 self.placement(np.full(problem.op_count, device, np.int32)) for device in everywhere
             ]
-            steps = [r.step_s for r in evaluated(self.backend, single) if r.feasible]
+            steps = [r.step_s for r in self.results(single) if r.feasible]
             self._baseline_s = min(steps, default=float(self.schedule.cheapest_ns.sum()) / 1e9)
         return self._baseline_s
 
-
-def evaluated(backend: Backend, placements: Sequence[Placement]) -> list[StepResult]:
-    """Return a backend's results; Ctrl-C, with which a measuring one only stops, is raised."""
-    results = backend.evaluate(placements)
-    if getattr(backend, "interrupted", False):
-        raise KeyboardInterrupt
-    return results
+    def results(self, placements: Sequence[Placement]) -> list[StepResult]:
+        """Return the backend's results; Ctrl-C, at which a measuring one only stops, is raised."""
+        if isinstance(self.backend, Simulated):  # its steps may take no time
+            return self.backend.evaluate(placements)
+        results = evaluated(self.backend, placements)
+        if getattr(self.backend, "interrupted", False):
+            raise KeyboardInterrupt
+        return results
 
 
 def problem_of(graph: nx.DiGraph[str] | str | Path, cluster: Cluster | str | Path) -> Problem:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import networkx as nx
 
-from envs.backend import Backend
+from envs.backend import Backend, check_protocol
 from envs.costs.roofline import cluster_of
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import is_here, physical_cores
@@ -117,7 +117,7 @@ class SearchConfig:
 
         Raises:
             ValueError: a value is invalid, does not exist, or contradicts another.
-            TypeError: the budget or ``measure`` is of another type.
+            TypeError: the budget, ``measure`` or the backend is of another type.
             OSError: a file cannot be read.
         """
         check_whole(seed, "seed")
@@ -131,6 +131,8 @@ class SearchConfig:
             _check_workers(workers)
         if not isinstance(measure, bool | str):
             raise TypeError(f"measure is True, False or a wall time such as '10s', not {measure!r}")
+        if backend is not None:
+            check_protocol(backend)
         if backend is not None and not measure:
             raise ValueError("a backend runs the best candidates, and measure=False runs none")
         if isinstance(objective, str):

@@ -16,7 +16,8 @@ of a signature are kept; which of them count is decided when they are read:
 
 The file keeps SQLite's rollback journal: unlike its write-ahead log it works on network file
 systems and can be read where nothing can be written. A missing cache is never an error: a file that
-cannot be opened counts as empty and stores nothing. A damaged or foreign file is set aside.
+cannot be opened counts as empty and stores nothing. A damaged or foreign file is set aside, and a
+folder that cannot be written is told.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 from zlib import crc32
 
-from envs.hardware.cache_folder import CacheWarning, cache_folder
+from envs.hardware.cache_folder import CacheWarning, cache_folder, warn_if_unwritable
 from envs.hardware.cluster import LONGEST_S
 from graphs.text import check_printable, escaped
 
@@ -144,7 +145,7 @@ class CostCache:
         costs = {s: float(cost_s) for s, cost_s in session.cost_s.items() if _is_cost(cost_s)}
         spread = UNKNOWN_SPREAD if session.spread is None else session.spread
         if costs and math.isfinite(spread):
-            self._tried(lambda: self._write(conditions, session, spread, costs))
+            self._stored(lambda: self._write(conditions, session, spread, costs))
 
     def holdings(self) -> list[Holding]:
         """Return what the cache holds, by conditions.
@@ -267,6 +268,11 @@ class CostCache:
         with contextlib.suppress(sqlite3.Error, OSError):
             return work()
         return None
+
+    def _stored(self, write: Callable[[], object]) -> None:
+        """Run ``write`` as :meth:`_tried` does; warn if nothing can be written at all."""
+        if self._tried(lambda: write() is None) is None:
+            warn_if_unwritable(self.path.parent)
 
     def _set_aside(self, inode: int | None, error: sqlite3.Error) -> None:
         with contextlib.suppress(OSError):

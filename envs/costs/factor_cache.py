@@ -55,12 +55,12 @@ class FactorCache(CostCache):
             name: min(max(known.get(name, 1.0) * factor, 1.0 / largest), largest)
             for name, factor in factors.items()
         }
-        self._tried(lambda: self._write_factors(_key(conditions, step), scaled))
+        self._stored(lambda: self._write_factors(_key(conditions, step), scaled))
 
     def forget_factors(self, conditions: Conditions, step: str) -> None:
         """Delete the factors of a step."""
         if self.factors(conditions, step):
-            self._tried(lambda: self._write_factors(_key(conditions, step), {}))
+            self._stored(lambda: self._write_factors(_key(conditions, step), {}))
 
     def _read_factors(self, key: Sequence[str]) -> list[tuple[str, float]]:
         if self._is_empty():

@@ -42,7 +42,7 @@ class OversizeCache(CostCache):
     ) -> None:
         """Store the ops of a profile that did not fit; those that did are no longer kept here."""
         if oversize or self.oversize(conditions, fitting, 0):
-            self._tried(lambda: self._write_oversize(conditions, oversize, fitting, free_bytes))
+            self._stored(lambda: self._write_oversize(conditions, oversize, fitting, free_bytes))
 
     def _read_oversize(self, conditions: Conditions, free_bytes: int) -> list[tuple[str]]:
         if self._is_empty():

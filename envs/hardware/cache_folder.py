@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +44,31 @@ def cache_folder() -> Path:
             stacklevel=1,
         )
         return NOWHERE / "device-placer"
+
+
+def unwritable(folder: object) -> str:
+    """Return what to tell the user of a cache folder in which nothing can be kept."""
+    return (
+        f"{folder} cannot be written: op times are measured anew each time. Set PLACER_CACHE to a "
+        "folder of yours."
+    )
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether files can be written in a folder, which need not exist yet."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            return True
+    except OSError:
+        return False
+
+
+@cache
+def warn_if_unwritable(folder: Path) -> None:
+    """Warn if nothing can be kept in a folder, once; that there is no home is told already."""
+    if NOWHERE not in folder.parents and not is_writable(folder):
+        warnings.warn(unwritable(folder), CacheWarning, stacklevel=1)
 
 
 def host() -> str:

@@ -14,7 +14,7 @@ from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
 from graphs.text import suggestion
 from placer.cli.errors import BAD_USAGE, UsageError
-from placer.sources.names import is_graph_file
+from placer.sources.names import file_named, is_graph_file
 
 if TYPE_CHECKING:
     from envs.placement import Placement
@@ -165,10 +165,12 @@ def settings(text: str, kind: type, allowed: Collection[str]) -> tuple[str, dict
             head = key
             continue
         name = key.replace("-", "_")
-        if not equals or name not in allowed:
+        if name not in allowed:
             keys = [one.replace("_", "-") for one in allowed]
             hint = suggestion(key, keys) or f": there are {', '.join(keys)}"
             raise argparse.ArgumentTypeError(f"there is no setting {key[:40]!r}{hint}")
+        if not value:
+            raise argparse.ArgumentTypeError(f"{key} has no value: write {key}=VALUE")
         if name in values:
             raise argparse.ArgumentTypeError(f"{key} is set twice")
         try:
@@ -327,8 +329,7 @@ def target_of(args: argparse.Namespace, name: str | None = None) -> Target:
 
 def target_file(target: str) -> Path:
     """Return the file that a target names; a path that does not exist for ``hf:`` names."""
-    path, colon, _ = target.rpartition(":")
-    return Path(path if colon else target.partition("?")[0])
+    return file_named(target) or Path(target.rpartition(":")[0] or target)
 
 
 def model_options(args: argparse.Namespace, *, inference: bool = True) -> list[str]:

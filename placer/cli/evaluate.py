@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         say(args, evaluation.remark)
     if args.timeline is not None:
         _write_timeline(evaluation, args.timeline)
+        say(args, f"timeline: {args.timeline}")
     if evaluation.measurement is not None and evaluation.measurement.failure:
         raise JobError(evaluation.measurement.failure)
     return 0 if evaluation.feasible else 1

@@ -155,6 +155,9 @@ def _show_cache(args: argparse.Namespace) -> None:
     from envs.costs.cache import CostCache, UnreadableCacheError
 
     cache = CostCache()
+    folder = cache.path.parent
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder: set PLACER_CACHE to one")
     try:
         if args.clear_cache is not None:
             _clear(cache, args.clear_cache)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from placer.interrupt import EXIT_CODE, NOTHING_KEPT, leave_imports_at_once
 
@@ -65,16 +65,15 @@ def script(*command: str) -> NoReturn:
     """
     try:
         leave_imports_at_once()
-        from pathlib import Path
-
         from placer.cli.output import StandardOutput
 
-        if (old := sys.stdout) is not None:  # it may be closed
+        if (old := sys.stdout) is None:  # it is closed
+            sys.stdout = _nowhere()
+        else:
             lines = bool(old.line_buffering)
             sys.stdout = StandardOutput(old.buffer, old.encoding, old.errors, line_buffering=lines)
         if sys.stderr is None:
-            # It is in use to the end of the process, so nothing could close it earlier.
-            sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - see above
+            sys.stderr = _nowhere()
         code = main([*command, *sys.argv[1:]])
     except SystemExit as leaving:  # argparse, on --help and bad usage
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -91,6 +90,14 @@ def script(*command: str) -> NoReturn:
         code = EXIT_CODE
     finally:
         os._exit(code)
+
+
+def _nowhere() -> TextIO:
+    """Return a stream that takes the place of a closed one."""
+    from pathlib import Path
+
+    # It is in use to the end of the process, so nothing could close it earlier.
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the placement by module, or the device of one op or module, or write the report."""
     from envs.placement import Placement
-    from placer.report.table import placement_to_dict, print_placement
+    from placer.report.table import origin, placement_to_dict, print_placement
 
     if args.html is not None:
         _check_report(args)
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             args,
             lambda: placement_to_dict(placement),
             lambda console: print_placement(placement, console),
+            origin(placement),
         )
     return 0
 

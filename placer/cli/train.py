@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         output_group(parser),
         "--out",
         "policy to write: NAME.safetensors and its card NAME.json",
-        type=Path,
+        type=policy_path,
         metavar="FOLDER/NAME",
     )
 
@@ -81,6 +82,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     option(group, "--device", "device of the network", shown="cpu", choices=["cpu", "cuda"])
     flag(group, "--fresh", "new training, even if there is a checkpoint")
+
+
+def policy_path(text: str) -> Path:
+    """Parse ``FOLDER/NAME`` of a policy to write."""
+    path = Path(text)
+    if text.endswith(os.sep) or path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a folder: add the name of the policy, as in {path / 'mine'}"
+        )
+    return path
 
 
 def run(args: argparse.Namespace) -> int:

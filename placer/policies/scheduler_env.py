@@ -76,8 +76,8 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
 
         Raises:
             ValueError: several of workload, graph and pool are given, or memory without a
-                workload; the backend does not exist,
-                or needs a workload; or there is no such device.
+                workload; the pool is empty; the backend does not exist, is your own, or needs a
+                workload; or there is no such device.
             ExtractionError: the model cannot be extracted.
             WorkerError: workers do not start, or cannot run the model.
         """
@@ -85,6 +85,11 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
             raise ValueError("give one of workload, graph and pool")
         if workload is None and memory:
             raise ValueError("memory is that of a workload: leave it out")
+        if not isinstance(backend, str):
+            raise ValueError(
+                "a backend of your own is for placer/Placement-v0: here steps are simulated or "
+                "measured"
+            )
         if backend not in BACKENDS:
             hint = suggestion(backend, BACKENDS)
             raise ValueError(
@@ -105,7 +110,9 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
                 pool = [exercise(costed_problem(runtime, devices))]
             elif graph is not None:
                 pool = [exercise(problem_of(graph, cluster))]
-            self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
+            self.pool = [exercise(toy_problem(), "two-towers")] if pool is None else list(pool)
+            if not self.pool:
+                raise ValueError("the pool is empty: give at least one exercise, or leave it out")
             self.decoders = InProcess([item.evaluator for item in self.pool])
         self.feature_mean, self.feature_deviation = pool_scale(self.pool)
         self.observation_space = observation_space()

@@ -24,7 +24,7 @@ from placer.search.compilation import load_compiled_beam, load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
 from placer.search.list_scheduler.beams import beams_suit
-from placer.search.request import MAX_LOAD, Budget, Meter, Placer, SearchRequest
+from placer.search.request import MAX_LOAD, Budget, Meter, Placer, SearchRequest, candidates_of
 
 ISLANDS: Final = 8
 """Most islands with a budget of evaluations; in seconds there is one for each processor."""
@@ -273,7 +273,7 @@ def island(
     """Return the candidates of one search and the evaluations that it took."""
     placer, request = shared
     before = Evaluator.evaluations
-    found = placer.place(replace(request, budget=budget, seed=seed, start=start))
+    found = candidates_of(placer, replace(request, budget=budget, seed=seed, start=start))
     return found, Evaluator.evaluations - before
 
 

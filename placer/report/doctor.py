@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from envs.hardware.cache_folder import cache_folder, processor
+from envs.hardware.cache_folder import cache_folder, is_writable, processor, unwritable
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import available_memory_bytes, cores_in_use, physical_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
@@ -117,10 +117,7 @@ class Checkup:
                 "themselves."
             )
         if not self.cache_writable:
-            advice.append(
-                f"{self.cache} cannot be written: op times are measured anew each time. Set "
-                "PLACER_CACHE to a folder of yours."
-            )
+            advice.append(unwritable(self.cache))
         return advice
 
 
@@ -144,7 +141,7 @@ def check_machine(cluster: Cluster) -> Checkup:
         governors=frozenset(governors(cores)),
         free_bytes=available_memory_bytes(),
         cache=str(cache_folder()),
-        cache_writable=_writable(),
+        cache_writable=is_writable(cache_folder()),
     )
 
 
@@ -152,9 +149,3 @@ def _versions() -> dict[str, str]:
     versions = {"placer": VERSION, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
     return versions | {"cuda": torch.version.cuda or "none"}
-
-
-def _writable() -> bool:
-    folder = cache_folder()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK)

@@ -153,7 +153,7 @@ def _queue(link: Link) -> str:
 
 def print_placement(placement: Placement, console: Console) -> None:
     """Print ops per device for the top modules of a placement, and its step times."""
-    console.print(_origin(placement))
+    console.print(origin(placement))
     names = placement.device_names
     print_rows(
         console,
@@ -244,7 +244,8 @@ def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
     return counts
 
 
-def _origin(placement: Placement) -> str:
+def origin(placement: Placement) -> str:
+    """Return the size of a placement and how it was found, in one line."""
     made = placement.made_by
     parts = [f"{len(placement.ops)} ops of graph {placement.graph[:12]}"]
     if placement.unplaced:

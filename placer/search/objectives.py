@@ -19,7 +19,7 @@ from graphs.strict_json import one_of
 from placer.search.candidate import Candidate, Kind, Prediction
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics, ranked_by
-from placer.search.request import LATENCY, MAX_LOAD, Placer, SearchRequest
+from placer.search.request import LATENCY, MAX_LOAD, Placer, SearchRequest, candidates_of
 
 BALANCING: Final = 0.3
 """Share of a throughput search that balances loads."""
@@ -61,7 +61,7 @@ class Objective:
         balanced: list[Candidate] = []
         rest = replace(request, objective=self.name)
         if self.name == "throughput" and MAX_LOAD in placer.objectives:
-            loads = placer.place(_part(request, MAX_LOAD, 0.0, BALANCING))
+            loads = candidates_of(placer, _part(request, MAX_LOAD, 0.0, BALANCING))
             kind = Kind.BALANCED_LOADS
             balanced = [replace(loads[0], kind=kind, name=kind.value)]
             rest = _part(request, self.name, BALANCING, 1.0)
@@ -70,7 +70,7 @@ class Objective:
             whole, start = self._pipelined(problem), None  # copies have priorities of their own
         if start is not None:
             start = Evaluator(whole).candidate(start.kind, start.devices, start.priority)
-        found = placer.place(replace(rest, problem=whole, start=start))
+        found = candidates_of(placer, replace(rest, problem=whole, start=start))
         candidates = self._with_heuristics(whole, found)
         count = problem.op_count
         return [

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from envs.hardware.units import milliseconds
 from envs.problem import HORIZON_NS, Problem
@@ -244,3 +246,20 @@ class Placer(Protocol):
     def place(self, request: SearchRequest) -> list[Candidate]:
         """Return at least one candidate, best first."""
         ...
+
+
+def candidates_of(placer: Placer, request: SearchRequest) -> list[Candidate]:
+    """Return a placer's candidates; raise ValueError unless there is at least one."""
+    answer: object = placer.place(request)
+    found = list(answer) if isinstance(answer, Iterable) else []
+    if not found or not all(isinstance(each, Candidate) for each in found):
+        kinds = ", ".join(sorted({type(each).__name__ for each in found}))
+        gave = f"{type(answer).__name__}[{kinds}]" if found else type(answer).__name__
+        raise ValueError(
+            f"placer {type(placer).__name__} gave {gave}: return a list of at least one Candidate, "
+            "the best first"
+        )
+    return [
+        replace(each, devices=np.asarray(each.devices), priority=np.asarray(each.priority))
+        for each in found
+    ]

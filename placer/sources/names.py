@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 PREFIX: Final = "hf:"
@@ -34,3 +35,12 @@ def is_onnx(target: str) -> bool:
 def is_graph_file(target: str) -> bool:
     """Return whether a target is a graph file: .json without ``hf:``."""
     return target.endswith(".json") and not is_huggingface(target)
+
+
+def file_named(target: str) -> Path | None:
+    """Return the file that a target is, whatever its name contains; None for other kinds."""
+    if is_huggingface(target):
+        return None
+    if is_onnx(target):
+        return Path(target.partition("?")[0])
+    return Path(target) if is_exported(target) or is_graph_file(target) else None

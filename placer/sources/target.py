@@ -21,6 +21,7 @@ from graphs.precision import FULL
 from graphs.text import suggestion
 from placer.sources.names import (
     TargetError,
+    file_named,
     is_exported,
     is_graph_file,
     is_huggingface,
@@ -115,12 +116,7 @@ def check_target(target: str) -> None:
     """Raise TargetError if the form of a target is unknown, or its file does not exist."""
     if is_huggingface(target):
         return
-    if is_onnx(target):
-        path = Path(target.partition("?")[0])
-    elif is_exported(target) or is_graph_file(target):
-        path = Path(target)
-    else:
-        path, _ = _function_named(target)
+    path = file_named(target) or _function_named(target)[0]
     if not path.exists():
         raise TargetError(missing_file(path))
 

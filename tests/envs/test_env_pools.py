@@ -73,6 +73,21 @@ def test_devices_that_a_problem_lacks_are_masked_and_end_the_episode() -> None:
 def test_a_given_problem_is_taken() -> None:
     environment = placement_env(small_pool(6))
     assert environment.reset(seed=0, options={"number": 4})[1] == {"number": 4}
+    for number in (-1, 6, 7):
+        with pytest.raises(ValueError, match=f"number is {number}: problems have .* 0 to 5"):
+            environment.reset(options={"number": number})
+
+
+@pytest.mark.parametrize("name", ["placer/Placement-v0", "placer/Scheduler-v0"])
+def test_an_empty_pool_is_not_the_toy_problem(name: str) -> None:
+    with pytest.raises(ValueError, match="the pool is empty: give at least one"):
+        gym.make(name, pool=[])
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_the_actions_are_enough_for_all_devices(most: int) -> None:
+    with pytest.raises(ValueError, match=f"most_devices is {most}, but a problem has 4 devices"):
+        placement_env(small_pool(6), most)
 
 
 def test_a_batch_that_was_put_away_goes_on_as_if_nothing_had_happened() -> None:

@@ -296,6 +296,40 @@ def test_the_reward_comes_from_the_given_backend() -> None:
     assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})
 
 
+@pytest.mark.parametrize("is_of_baseline", [False, True])
+@pytest.mark.parametrize(
+    ("times_s", "message"),
+    [
+        ([math.nan], "gave a step time of nan|gave 1 results for 3"),
+        ([math.nan] * 3, "gave a step time of nan|gave 3 results for 1"),
+        ([math.inf] * 3, "gave a step time of inf|gave 3 results for 1"),
+        ([], "gave 0 results"),
+    ],
+)
+def test_results_of_the_given_backend_are_checked(
+    times_s: list[float], message: str, is_of_baseline: bool
+) -> None:
+    class Wrong(Constant):
+        def evaluate(
+            self, placements: Sequence[Placement], progress: Any = None
+        ) -> list[StepResult]:
+            results = super().evaluate(placements, progress)
+            if (len(placements) > 1) is not is_of_baseline:
+                return results
+            return [replace(results[0], step_s=step_s) for step_s in times_s]
+
+    with pytest.raises(ValueError, match=message):
+        played(PlacementEnv(backend=Wrong()), lambda: 1)
+
+
+def test_a_given_backend_can_evaluate() -> None:
+    nothing: Any = object()
+    with pytest.raises(TypeError, match=r"is no placer\.Backend"):
+        PlacementEnv(backend=nothing)
+    with pytest.raises(ValueError, match="of your own is for placer/Placement-v0"):
+        gym.make(IDS[1], backend=Constant())
+
+
 def test_ctrl_c_that_ends_measuring_ends_the_episode() -> None:
     class Stopped(Constant):
         interrupted = True

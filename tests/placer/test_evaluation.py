@@ -95,35 +95,43 @@ def test_a_backend_of_the_user_evaluates_beside_the_simulator(
 
 
 class Wrong:
-    def __init__(self, *answers: Any) -> None:
-        self.answers = answers
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
 
-    def evaluate(self, placements: Sequence[placer.Placement], progress: Any = None) -> list[Any]:
-        return [*self.answers]
+    def evaluate(self, placements: Sequence[placer.Placement], progress: Any = None) -> Any:
+        return self.answer
+
+
+def taking(step_s: float) -> placer.StepResult:
+    return placer.StepResult(step_s=step_s, peak_memory_bytes={})
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
+    ("answer", "message"),
     [
-        ([placer.StepResult(step_s=math.nan, peak_memory_bytes={})], "a step time of nan: return"),
-        ([placer.StepResult(step_s=-1.0, peak_memory_bytes={})], "a step time of -1: return"),
+        ([taking(math.nan)], "a step time of nan: return"),
+        ([taking(-1.0)], "a step time of -1: return"),
+        ([taking(0.0)], "a step time of 0: return"),
+        ([taking(math.inf)], "a step time of inf: return"),
+        (None, "gave NoneType for 1 placements: return one StepResult for each"),
+        (taking(1.0), "gave StepResult for 1 placements: return one StepResult for each"),
         ([], r"gave 0 results for 1 placements: return one StepResult for each"),
         ([1.0], r"gave 1 results \(float\) for 1 placements: return one StepResult for each"),
     ],
 )
 def test_a_backend_of_the_user_gives_a_step_time_for_each(
-    placed: tuple[placer.Result, Path, Path], answers: list[Any], message: str
+    placed: tuple[placer.Result, Path, Path], answer: Any, message: str
 ) -> None:
     result = placed[0]
     with pytest.raises(ValueError, match=message):
-        placer.evaluate(result, backend=Wrong(*answers), progress=False)
+        placer.evaluate(result, backend=Wrong(answer), progress=False)
 
 
 def test_results_of_a_backend_of_the_user_are_counted(
     placed: tuple[placer.Result, Path, Path],
 ) -> None:
     _, graph, cluster = placed
-    backend = Wrong(placer.StepResult(step_s=1.0, peak_memory_bytes={}))
+    backend = Wrong([taking(1.0)])
     search = placer.SearchConfig(policy=None, budget="10e", backend=backend)
     with pytest.raises(ValueError, match="gave 1 results for"):
         placer.optimize(graph, cluster, search=search, progress=False)

@@ -268,6 +268,12 @@ def test_whether_candidates_are_run_is_no_number(measure: Any) -> None:
         SearchConfig(measure=measure)
 
 
+def test_a_backend_without_evaluate_is_refused_when_it_is_given() -> None:
+    backend: Any = "measured"
+    with pytest.raises(TypeError, match=r"'measured' is no placer\.Backend"):
+        SearchConfig(backend=backend)
+
+
 def test_runs_are_not_limited_by_evaluations() -> None:
     with pytest.raises(ValueError, match="runs take wall time"):
         SearchConfig(measure="400e")

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.costs.cache import TABLES, Conditions, CostCache, Session, UnreadableCacheError, file_name
+from envs.costs.factor_cache import FactorCache
 from envs.hardware.cache_folder import CacheWarning
 from envs.hardware.cluster import LONGEST_S
 
@@ -257,3 +258,17 @@ def test_without_a_home_nothing_is_kept_and_that_is_told(monkeypatch: pytest.Mon
     cache.store(HERE, session({"a": 1.0}))
     assert cost_s(cache) is None
     assert (cache.holdings(), cache.files()) == ([], [])
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/no such folder"])
+def test_a_folder_in_which_nothing_can_be_kept_is_told_once(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / folder))
+    cache = CostCache()
+    assert cost_s(cache) is None
+    with pytest.warns(CacheWarning, match=f"{folder} cannot be written: op times are measured"):
+        cache.store(HERE, session({"a": 1.0}))
+    cache.store(HERE, session({"b": 1.0}))
+    FactorCache().scale_factors(HERE, "a step", {"load": 2.0}, 4.0)

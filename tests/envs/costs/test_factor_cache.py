@@ -14,6 +14,7 @@ from envs.costs.cache import TABLES, Conditions, CostCache, Session, file_name
 from envs.costs.cached_costs import MeasuredCosts
 from envs.costs.factor_cache import FactorCache, step_id
 from envs.costs.factors import FITTED, LARGEST
+from envs.hardware.cache_folder import CacheWarning
 from envs.hardware.cluster import Device
 from envs.hardware.discover import discover
 
@@ -84,7 +85,8 @@ def test_factors_that_are_no_numbers_above_zero_are_ignored(cache: FactorCache) 
 def test_a_cache_that_cannot_be_written_keeps_no_factors(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = FactorCache(tmp_path / "file" / "costs.sqlite")
-    cache.scale_factors(HERE, STEP, {"copy": 1.1}, LARGEST)
+    with pytest.warns(CacheWarning, match="file cannot be written"):
+        cache.scale_factors(HERE, STEP, {"copy": 1.1}, LARGEST)
     assert cache.factors(HERE, STEP) == {}
 
 

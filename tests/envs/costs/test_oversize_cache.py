@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from envs.costs.cache import Conditions, CostCache, Session
 from envs.costs.cached_costs import MeasuredCosts
 from envs.costs.oversize_cache import OversizeCache
+from envs.hardware.cache_folder import CacheWarning
 from envs.hardware.cluster import Device
 from envs.hardware.discover import discover
 
@@ -140,5 +141,6 @@ def test_sizes_that_are_no_numbers_do_not_count(cache: OversizeCache) -> None:
 def test_a_cache_that_cannot_be_written_keeps_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = OversizeCache(tmp_path / "file" / "costs.sqlite")
-    cache.store_oversize(HERE, {"a"}, {"b"}, 10)
+    with pytest.warns(CacheWarning, match="file cannot be written"):
+        cache.store_oversize(HERE, {"a"}, {"b"}, 10)
     assert cache.oversize(HERE, ["a"], 10) == set()

@@ -72,6 +72,11 @@ def test_settings_of_a_method_override_its_defaults() -> None:
     ("option", "words"),
     [
         ("optimize m.py:f --data-parallel 2,bacth=global", "did you mean batch?"),
+        ("optimize m.py:f --data-parallel 2,batch", "batch has no value: write batch=VALUE"),
+        ("optimize m.py:f --data-parallel 2,accumulate=", "accumulate has no value"),
+        ("train --out ./", "'./' is a folder: add the name of the policy, as in mine"),
+        ("train --out none/", "'none/' is a folder: add the name of the policy, as in none/mine"),
+        ("train --out /dev", "'/dev' is a folder"),
         ("", "usage: placer "),
         ("optimize m.py:f --data-parallel 2,groups=4", "there is no setting 'groups'"),
         ("optimize m.py:f --data-parallel 2,accumulate=x", "accumulate is 'x', not a number"),

@@ -56,6 +56,18 @@ def test_measurements_are_listed_and_an_empty_cache_is_no_failure(
     assert not (filled / "empty").exists()
 
 
+@pytest.mark.parametrize("option", ["--cache", "--clear-cache"])
+def test_a_cache_that_is_no_folder_is_not_called_empty(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("of somebody")
+    monkeypatch.setenv("PLACER_CACHE", str(file))
+    assert main(["machine", option]) == 2
+    assert capsys.readouterr().err == f"placer: {file} is not a folder: set PLACER_CACHE to one\n"
+    assert file.read_text() == "of somebody"
+
+
 @pytest.mark.parametrize(
     ("what", "kinds", "speeds"),
     [

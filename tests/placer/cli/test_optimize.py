@@ -86,6 +86,8 @@ def test_a_graph_is_optimized_evaluated_and_shown(
     assert one["critical_path"][0]["start_s"] == 0
     assert one["critical_path"][-1]["end_s"] == one["step_s"]
     assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} >= {"X"}
+    assert main(["evaluate", *placed, "--timeline", str(timeline)]) == 0
+    assert capsys.readouterr().err.endswith(f"timeline: {timeline}\n")
     assert json_of("simulate", *placed) == one  # as other programs call it
     four = json_of("evaluate", *placed, "--micro-batches", "4")
     assert (one["micro_batches"], one["period_s"], four["micro_batches"]) == (1, None, 4)

@@ -111,6 +111,9 @@ def test_quiet_prints_the_last_line_and_no_table(
     [line] = quiet.out.splitlines()
     assert line.startswith("Best: ")
     assert " ".join(loud.out.split()).endswith(line)
+    assert main(["show", "placement.json", "--quiet"]) == 0
+    [line] = capfd.readouterr().out.splitlines()
+    assert re.fullmatch("40 ops of graph .+, by .+, budget 20e, seed 0", line)
 
 
 def test_the_ops_of_a_placement_are_counted_by_module_and_device(
@@ -209,6 +212,14 @@ def test_a_placement_without_recorded_times_is_shown_as_json(
     found = json.loads(capsys.readouterr().out)
     assert found["step_s"] is None
     assert found["candidates"][0]["predicted_step_s"] > 0
+
+
+def test_a_command_runs_with_standard_output_closed(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{"format": "placer-placement/1", "devices": {"a": "x"}}')
+    words = [sys.executable, "-m", "placer.cli.main", "show", str(path)]
+    shell = ["sh", "-c", '"$@" >&-', "sh", *words]
+    assert subprocess.run(shell, stderr=subprocess.PIPE, check=True).stderr == b""
 
 
 @pytest.mark.slow

@@ -158,6 +158,18 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(
     assert words in refusal(command, 2, files, monkeypatch, capsys)
 
 
+def test_an_input_whose_name_contains_a_colon_is_not_replaced(
+    files: Files,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for target in ("a:1.json", "a:1.pt2", "a:1.onnx"):
+        (tmp_path / target).write_text("its content")
+        command = f"export p.json {target} --format pipeline --out {target}"
+        assert "target are the same file" in refusal(command, 2, files, monkeypatch, capsys)
+
+
 @pytest.mark.parametrize(
     ("devices", "words"),
     [

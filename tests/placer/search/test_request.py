@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 
+from placer.search.objectives import Objective
 from placer.search.registry import placer_named
-from placer.search.request import Budget, SearchRequest, SearchTrace
+from placer.search.request import Budget, SearchRequest, SearchTrace, candidates_of
 from tests.helpers.random_problems import random_problem
 
 
@@ -83,3 +85,26 @@ def test_loads_are_traced_and_placements_that_do_not_fit_are_not(
     placer_named("portfolio").place(request)
     assert set(search_trace.parts) == parts
     assert ("annealing, nothing fits" in texts) == (not parts)
+
+
+class Answering:
+    objectives = ("latency",)
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def place(self, request: SearchRequest) -> Any:
+        return self.answer
+
+
+def test_a_placer_gives_a_list_of_candidates() -> None:
+    request = SearchRequest(random_problem(3), Budget(evaluations=1))
+    [one, *_] = placer_named("heft").place(request)
+    wrong: Any = ((None, "NoneType"), ([], "list"), (one, "Candidate"), ([1], r"list\[int\]"))
+    for answer, gave in wrong:
+        with pytest.raises(ValueError, match=f"placer Answering gave {gave}: return a list of at"):
+            Objective().search(request, Answering(answer))
+    as_lists: Any = replace(one, devices=one.devices.tolist(), priority=one.priority.tolist())
+    [same] = candidates_of(Answering((as_lists,)), request)
+    assert (same.devices == one.devices).all()
+    assert (same.priority == one.priority).all()
