@@ -25,7 +25,7 @@ from placer.exports.placed_modules import (
     stacks,
     whole_modules,
 )
-from placer.exports.renaming import ExportError, check_of_torch
+from placer.exports.renaming import ExportError
 
 MOST_TRIED: Final = 16
 """Number of other devices tried for joined modules: each takes a dry run and a prediction."""
@@ -51,7 +51,6 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     placed.check_torch_devices()
     placed_on = {op.device for op in placed.ops}
     main_device = placed.main_device or main_device_of(placed_on)
-    check_of_torch([main_device], placed.placed_on)
     units = MapUnits(placed, main_device)
     units.join_conflicts()
     may_offload = main_device != HOST and HOST in placed_on
