@@ -20,12 +20,15 @@ from placer.exports.placed_modules import (
     PlacedModules,
     PredictStep,
     around,
+    canonical_paths,
+    has_forward,
     is_inside,
     layer_of,
+    parent,
     stacks,
     whole_modules,
 )
-from placer.exports.renaming import ExportError, check_of_torch
+from placer.exports.renaming import ExportError
 
 MOST_TRIED: Final = 16
 """Number of other devices tried for joined modules: each takes a dry run and a prediction."""
@@ -51,7 +54,6 @@ def device_map(placed: PlacedModules) -> FormatOutput:
     placed.check_torch_devices()
     placed_on = {op.device for op in placed.ops}
     main_device = placed.main_device or main_device_of(placed_on)
-    check_of_torch([main_device], placed.placed_on)
     units = MapUnits(placed, main_device)
     units.join_conflicts()
     may_offload = main_device != HOST and HOST in placed_on
@@ -71,7 +73,7 @@ def device_map(placed: PlacedModules) -> FormatOutput:
         remedies = [ALL_ON_ONE if len(placed_on) == 1 else units.reason or ON_ONE]
     else:
         remedies = [unchecked(placed), _loading(used, main_device), OFFLOADED if offloads else ""]
-    known = {name for name, _ in placed.model.named_modules()} | placed.model.state_dict().keys()
+    known = canonical_paths(placed.model).keys() | placed.model.state_dict().keys()
     return FormatOutput(
         content={name: as_written(device) for name, device in devices.items() if name in known},
         runs_on=run.devices,
@@ -255,11 +257,11 @@ def _merged(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
 
     A ModuleList is never called, so no inputs would be sent to its device.
     """
-    merged = dict(devices)
-    paths = sorted(dict(model.named_modules()), key=lambda path: -path.count(".") - bool(path))
+    merged = _under_all_names(model, devices)
+    paths = sorted(canonical_paths(model), key=lambda path: -path.count(".") - bool(path))
     for path in paths:
         inside = [unit for unit in merged if is_inside(unit, path)]
-        called = type(model.get_submodule(path)).forward is not nn.Module.forward
+        called = has_forward(model.get_submodule(path))
         if called and inside and len({merged[unit] for unit in inside}) == 1:
             device = merged[inside[0]]
             merged = {
@@ -268,3 +270,15 @@ def _merged(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
                 if unit == inside[0] or unit not in inside
             }
     return merged
+
+
+def _under_all_names(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
+    """Return a map that also has the further names of shared modules, as accelerate needs them."""
+    named = dict(devices)
+    path_of = canonical_paths(model)
+    for name in model.state_dict():
+        path = parent(name)
+        home = around(path_of.get(path, path), devices)
+        if home is not None and around(name, named) is None:
+            named[path] = devices[home]
+    return named

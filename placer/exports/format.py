@@ -20,7 +20,7 @@ from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.extract import Extraction
 from placer.exports.placed_modules import PlacedModules, call_keys
-from placer.exports.renaming import renamed_devices
+from placer.exports.renaming import check_main_device, renamed_devices
 
 SMALLEST_CHANGE: Final = 0.01
 """Relative difference below which two step times count as equal."""
@@ -193,6 +193,8 @@ def export_extracted(
     is {device of the placement: device to write}, ``main_device`` that of the model's inputs.
     """
     names = renamed_devices(renamed or {}, placement.device_names)
+    if main_device is not None:
+        check_main_device(main_device, names, placement.device_names)
     predictor = None
     if problem is not None:
         predictor = StepPredictor(problem, placement, extraction, names)

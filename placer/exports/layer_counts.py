@@ -23,7 +23,7 @@ from placer.exports.pipelining import (
     stage_devices,
     stages,
 )
-from placer.exports.placed_modules import PlacedModules, Stack, stacks
+from placer.exports.placed_modules import PlacedModules, Stack, canonical_paths, stacks
 from placer.exports.renaming import ExportError
 
 TITAN_NAMES: Final = {"embed_tokens": "tok_embeddings"}
@@ -89,6 +89,7 @@ def titan_parts(model: nn.Module, stack: Stack, split: Sequence[Stage]) -> list[
 def _only_stack(placed: PlacedModules) -> Stack:
     lists = stacks(placed.model)
     if len(lists) == 1:
+        _check_distinct(placed.model, lists[0])
         return lists[0]
     name = type(placed.model).__name__
     if not lists:
@@ -97,3 +98,15 @@ def _only_stack(placed: PlacedModules) -> Stack:
         f"{name} has {len(lists)} lists of layers, {', '.join(stack.path for stack in lists)}, but "
         "counts are of one; the format pipeline names split points instead"
     )
+
+
+def _check_distinct(model: nn.Module, stack: Stack) -> None:
+    """Check that the layers of a stack are modules of their own, as a runtime builds them."""
+    path_of = canonical_paths(model)
+    prefix = f"{stack.path}." if stack.path else ""
+    for layer in (f"{prefix}{name}" for name in model.get_submodule(stack.path)._modules):
+        if (first := path_of[layer]) != layer:
+            raise ExportError(
+                f"{layer} is the module {first} again, but counts are of layers with weights of "
+                "their own"
+            )

@@ -9,13 +9,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
+from typing import Final
+from unicodedata import normalize
+
+from torch import nn
 
 from graphs.extract.export.trace import reserved_modules
 from placer.exports.format import FormatOutput
-from placer.exports.placed_modules import PlacedModules, around, is_inside, layer_of, stacks
+from placer.exports.placed_modules import (
+    PlacedModules,
+    around,
+    canonical_paths,
+    has_forward,
+    is_inside,
+    layer_of,
+    stacks,
+)
 from placer.exports.renaming import ExportError
+
+MISREAD: Final = re.compile(r'[@"\\\0\n\r\ud800-\udfff]')
+"""What torch.fx does not escape in strings, and what torch.export separates numbers of calls by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +46,7 @@ class Stage:
 def pipeline(placed: PlacedModules) -> FormatOutput:
     """Return the device of each stage, and the first module of each stage but the first."""
     placed.check_torch_devices()
-    if reserved := reserved_modules(placed.model):
-        last = reserved[0].rpartition(".")[2]
-        raise ExportError(
-            f"rename the submodule {reserved[0]!r}: torch.export, which pipelining cuts the model "
-            f"with, keeps the name {last!r} for itself"
-        )
+    _check_names(placed.model)
     split, starts = pipeline_stages(placed)
     return FormatOutput(
         content={
@@ -46,12 +58,36 @@ def pipeline(placed: PlacedModules) -> FormatOutput:
     )
 
 
+def _check_names(model: nn.Module) -> None:
+    """Check that torch can cut a model with these names of modules, parameters and buffers."""
+    if reserved := reserved_modules(model):
+        last = reserved[0].rpartition(".")[2]
+        raise ExportError(
+            f"rename the submodule {reserved[0]!r}: torch.export, which pipelining cuts the model "
+            f"with, keeps the name {last!r} for itself"
+        )
+    tensors = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    for path in (*canonical_paths(model), *tensors):
+        if not _is_kept_by_torch(last := path.rpartition(".")[2]):
+            raise ExportError(
+                f"rename {path!r}: torch, which writes names into Python code and numbers calls as "
+                f"in name@1, would misread {last!r}"
+            )
+
+
+def _is_kept_by_torch(name: str) -> bool:
+    """Return whether torch.fx writes a name right: as an attribute if it can, else as a string."""
+    if name.isidentifier():
+        return not iskeyword(name) and normalize("NFKC", name) == name
+    return not MISREAD.search(name)
+
+
 def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
     """Return the stages of a placement, and the first module of each stage but the first."""
     split = stages(placed)
     if len(split) == 1:
         raise ExportError(f"all modules are on {split[0].device}: there is nothing to split")
-    starts = [stage.modules[0] for stage in split[1:]]
+    starts = [_first_called(placed, stage.modules[0]) for stage in split[1:]]
     for start in starts:
         if any(op.is_repeated and is_inside(op.module, start) for op in placed.ops):
             raise ExportError(
@@ -59,6 +95,18 @@ def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
                 "splits at every call"
             )
     return split, starts
+
+
+def _first_called(placed: PlacedModules, unit: str) -> str:
+    """Return a unit that can be called, else the first module in it that is: torch cuts at calls.
+
+    Layers may be lists themselves, as in a ModuleList of ModuleLists.
+    """
+    if has_forward(placed.model.get_submodule(unit)):
+        return unit
+    first = next(op.module for op in placed.ops if is_inside(op.module, unit))
+    name, _, _ = first.removeprefix(f"{unit}.").partition(".")
+    return _first_called(placed, f"{unit}.{name}")
 
 
 def stages(placed: PlacedModules) -> list[Stage]:

@@ -32,7 +32,7 @@ class PlacedOp:
 
     call: str  # key of its forward call
     module: str
-    is_repeated: bool  # in a second or later call of its module
+    is_repeated: bool  # in a second or later call of its module, by whichever name
     device: str
     flops: int
     moved_bytes: int
@@ -78,13 +78,16 @@ class PlacedModules:
         path_of = canonical_paths(extraction.step.model)
         calls = call_keys(extraction, graph)
         of_phase: dict[int, list[PlacedOp]] = {FORWARD: [], BACKWARD: []}
+        name_of: dict[str, str] = {}  # of its first call
         for i, op_id in enumerate(graph.ids):
             if graph.phase[i] not in of_phase:
                 continue
+            module = path_of.get(name := graph.modules[i], name)
+            called = op_id.rpartition(":")[0]
             op = PlacedOp(
                 call=calls[i],
-                module=path_of.get(graph.modules[i], graph.modules[i]),
-                is_repeated="@" in op_id.partition(":")[0],
+                module=module,
+                is_repeated=called != name_of.setdefault(module, name),
                 device=names.get(device := fitting.device_names[fitting.devices[i]], device),
                 flops=int(graph.flops[i]),
                 moved_bytes=int(graph.moved_bytes[i]),
@@ -290,6 +293,11 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
     """Return {path of a module: its first path}; a shared module has several paths."""
     first = {id(module): path for path, module in model.named_modules()}
     return {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: a ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def is_inside(module: str, outer: str) -> bool:

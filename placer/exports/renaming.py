@@ -54,5 +54,15 @@ def check_of_torch(devices: Collection[str], placed_on: Sequence[str]) -> None:
         )
 
 
+def check_main_device(name: str, renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
+    """Check that the inputs of a model would be on a device of its placement or on the CPU."""
+    check_of_torch([name], placed_on)
+    written = dict.fromkeys((*(renamed.get(own, own) for own in placed_on), *renamed.values()))
+    if name != "cpu" and name not in written:
+        raise RenamingError(
+            f"the main device would be {name}, but the placement is written on {', '.join(written)}"
+        )
+
+
 def _example(placed_on: Sequence[str]) -> str:
     return ",".join(f"{name}=cuda:{d}" for d, name in enumerate(placed_on))

@@ -339,6 +339,7 @@ def test_the_command_writes_the_unplaced_model_on_all_cores(
         ("pipeline --as cuda:0=cuda:1", 2, "the placement has core:0, core:1"),
         ("layer-counts --as core:0=meta", 2, "no device meta"),
         ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu", 2, "no device gpu"),
+        ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device cuda:7", 2, "cuda:0, cuda:1"),
         ("layer-counts --inference", 2, "leave --inference out"),
         ("layer-counts --dtype bf16", 2, "dtype"),
         ("layer-counts --optimizer sgd", 2, "such as optimizer op"),

@@ -1,0 +1,110 @@
+"""Split points of pipelines: torch cuts the model where they are, or they are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining import pipeline as pipeline_of_torch
+from torch.utils._pytree import tree_leaves
+
+from graphs.extract import Workload, extract
+from placer.exports.pipelining import pipeline
+from placer.exports.placed_modules import PlacedModules
+from placer.exports.renaming import ExportError
+from tests.helpers.placed_at_random import cut_placement
+from tests.helpers.tiny_models import Plain
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec:FutureWarning"  # torch copies what it deprecates
+)
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def pairs() -> nn.Module:
+    """Return a list of lists of two layers, which the model itself calls."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for first, second in m.layers:
+            x = x + second(first(x).relu())
+        return x
+
+    layers = nn.ModuleList(nn.ModuleList([linear(), linear()]) for _ in range(3))
+    return Plain(forward, layers=layers)
+
+
+def repeating() -> nn.Module:
+    """Return a chain of three layers of which the first two are one module."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = layer(x).relu()
+        return x
+
+    shared = linear()
+    return Plain(forward, layers=nn.ModuleList([shared, shared, linear()]))
+
+
+def named(name: str) -> nn.Module:
+    """Return a chain of three layers, of which the second has this name in a ModuleDict."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.last(m.parts[name](m.first(x)))
+        return out
+
+    parts = nn.ModuleDict({name: linear()})
+    return Plain(forward, first=linear(), parts=parts, last=linear())
+
+
+def split_points(model: nn.Module, *cuts: str) -> list[str]:
+    """Return the split points of a placement that goes to the next GPU at each of these modules."""
+    extraction = extract(Workload.of(model, X, training=False))
+    names = tuple(f"cuda:{i}" for i in range(len(cuts) + 1))
+    placement = cut_placement(extraction, names, cuts, of_calls=False)
+    found = pipeline(PlacedModules.of(extraction, placement)).content
+    assert found["stages"] == list(names)
+    return list(found["split_points"])
+
+
+def assert_cut(model: nn.Module, starts: list[str]) -> None:
+    """Assert that torch makes as many stages as promised, which compute what the model does."""
+    split_spec = dict.fromkeys(starts, SplitPoint.BEGINNING)
+    pipe = pipeline_of_torch(copy.deepcopy(model), (X,), split_spec=split_spec)
+    assert pipe.num_stages == len(starts) + 1
+    torch.testing.assert_close(tree_leaves(pipe(X)), [model(X)])
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "expected"),
+    [
+        (pairs, ("layers.1", "layers.2"), ["layers.1.0", "layers.2.0"]),
+        (repeating, ("layers.2",), ["layers.2"]),
+        (lambda: named("a-b 'c':7"), ("parts",), ["parts.a-b 'c':7"]),
+        (lambda: named("\u00e9"), ("parts",), ["parts.\u00e9"]),
+    ],
+)
+def test_torch_cuts_at_every_split_point(
+    make: Callable[[], nn.Module], cuts: tuple[str, ...], expected: list[str]
+) -> None:
+    model = make()
+    starts = split_points(model, *cuts)
+    assert starts == expected
+    assert_cut(model, starts)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\", "a@b", "class", "e\u0301"])
+def test_a_name_that_torch_cannot_write_into_code_is_refused(name: str) -> None:
+    model = named(name)
+    with pytest.raises((SyntaxError, AttributeError, ValueError)):
+        assert_cut(model, [f"parts.{name}"])
+    with pytest.raises(ExportError, match=r"^rename 'parts\."):
+        split_points(model, "parts")
