@@ -158,12 +158,27 @@ def shared_gradients(placed: PlacedModules, split: Sequence[Stage]) -> str:
         for group in placed.tied_units(stage_of)
         if len({stage_of[unit] for unit in group}) > 1
     ]
-    if not groups or not placed.step.training:
+    if not placed.step.training:
         return ""
-    return (
-        "in training, add up the gradients of the copies of the parameter that "
-        f"{'; '.join(groups)} share, one in each stage"
-    )
+    sums = [
+        f"the copies of the parameter that {group} share, one in each stage" for group in groups
+    ]
+    sums += [f"the copies of {name}, one in each stage" for name in _read_in_several(placed, split)]
+    return f"in training, add up the gradients of {'; of '.join(sums)}" if sums else ""
+
+
+def _read_in_several(placed: PlacedModules, split: Sequence[Stage]) -> list[str]:
+    """Return the parameters outside of all stages, of a divided module, that several read."""
+    program, stage_of = placed.forward.program, _stage_of(split)
+    if program is None:
+        return []
+    devices = stage_devices(placed, split)
+    return [
+        source.name
+        for source in program.sources
+        if source.role == "parameter" and around(source.name, stage_of) is None
+        if len({devices.get(call.key) for call in program.calls if source.value in call.reads}) > 1
+    ]
 
 
 def _stage_of(split: Sequence[Stage]) -> dict[str, int]:

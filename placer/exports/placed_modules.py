@@ -196,11 +196,18 @@ class PlacedModules:
     def units(self) -> list[str]:
         """Return the smallest modules that have a device of their own, in program order.
 
-        A module with its own parameters or buffers is not divided; one without any inside is no
-        unit. Units without ops come last.
+        A module with its own parameters or buffers is not divided, unless there is a stack of
+        layers inside it, or it is the model itself; one without any inside is no unit. Units
+        without ops come last.
         """
         check_has_weights(self.model)
-        return self.in_order(_units(self.model, ""))
+        divided = {""} if [*self.model.children()] else set()
+        for stack in stacks(self.model):
+            path = stack.path
+            while path:
+                divided.add(path)
+                path = parent(path)
+        return self.in_order(_units(self.model, "", divided=divided))
 
     def map_units(self) -> list[str]:
         """Return the units of a device map: the model itself is always divided.
@@ -388,9 +395,12 @@ def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
     return of_ops if len(ops.intersection(of_ops.ids)) > len(ops & {*of_calls.ids}) else of_calls
 
 
-def _units(module: nn.Module, path: str, whole: Container[str] = ()) -> Iterator[str]:
-    if path in whole or [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+def _units(
+    module: nn.Module, path: str, whole: Container[str] = (), divided: Container[str] = ()
+) -> Iterator[str]:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if path in whole or (own and path not in divided):
         yield path
         return
     for name, child in module.named_children():
-        yield from _units(child, f"{path}.{name}" if path else name, whole)
+        yield from _units(child, f"{path}.{name}" if path else name, whole, divided)

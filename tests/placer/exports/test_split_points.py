@@ -14,6 +14,7 @@ from torch.distributed.pipelining import pipeline as pipeline_of_torch
 from torch.utils._pytree import tree_leaves
 
 from graphs.extract import Workload, extract
+from placer.exports.layer_counts import layer_counts
 from placer.exports.pipelining import pipeline
 from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
@@ -65,6 +66,27 @@ def named(name: str) -> nn.Module:
     return Plain(forward, first=linear(), parts=parts, last=linear())
 
 
+def rooted(again: bool = False) -> nn.Module:
+    """Return layers inside a part and a model that have parameters of their own."""
+
+    def inside(m: Any, x: Tensor) -> Tensor:
+        x = m.first(x) + m.scale
+        for layer in m.layers:
+            x = x + layer(x).relu()
+        return x + m.scale if again else x
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.last(m.part(x + m.position))
+        return out
+
+    layers = nn.ModuleList(linear() for _ in range(3))
+    part = Plain(inside, first=linear(), layers=layers)
+    part.scale = nn.Parameter(torch.ones(4))
+    model = Plain(forward, part=part, last=linear())
+    model.position = nn.Parameter(torch.ones(4))
+    return model
+
+
 def split_points(model: nn.Module, *cuts: str) -> list[str]:
     """Return the split points of a placement that goes to the next GPU at each of these modules."""
     extraction = extract(Workload.of(model, X, training=False))
@@ -88,6 +110,7 @@ def assert_cut(model: nn.Module, starts: list[str]) -> None:
     [
         (pairs, ("layers.1", "layers.2"), ["layers.1.0", "layers.2.0"]),
         (repeating, ("layers.2",), ["layers.2"]),
+        (rooted, ("part.layers.1",), ["part.layers.1"]),
         (lambda: named("a-b 'c':7"), ("parts",), ["parts.a-b 'c':7"]),
         (lambda: named("\u00e9"), ("parts",), ["parts.\u00e9"]),
     ],
@@ -99,6 +122,18 @@ def test_torch_cuts_at_every_split_point(
     starts = split_points(model, *cuts)
     assert starts == expected
     assert_cut(model, starts)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_parameters_around_the_layers_are_in_the_stages_that_read_them(again: bool) -> None:
+    model = rooted(again)
+    extraction = extract(Workload.of(model, (X, X), nn.functional.mse_loss))
+    cuts = ("part.layers.1",)
+    placement = cut_placement(extraction, ("cuda:0", "cuda:1"), cuts, of_calls=False)
+    placed = PlacedModules.of(extraction, placement)
+    remedy = "in training, add up the gradients of the copies of part.scale, one in each stage"
+    assert pipeline(placed).remedy == (remedy if again else "")
+    assert layer_counts(placed).content["counts"] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\", "a@b", "class", "e\u0301"])
