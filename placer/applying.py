@@ -179,7 +179,7 @@ def export(
         renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``. A
             set of cores that is not renamed itself is written as its first core is.
         main_device: device of the inputs of a model with a device map, by default the first
-            accelerator.
+            accelerator: one that the placement is written on, or ``cpu``.
 
     Raises:
         ExportError: the runtime cannot run this placement; the message names the module.
