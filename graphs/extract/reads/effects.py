@@ -31,7 +31,7 @@ def effects_refused() -> Iterator[None]:
                 if original := getattr(owner, name, None):
                     restored.callback(setattr, owner, name, original)
                     setattr(owner, name, _refused(original, "seeds torch's random numbers"))
-        data = torch._C.TensorBase.data
+        data: Any = torch._C.TensorBase.data
         replaced = "replaces the memory of a tensor"
         new_data = property(data.__get__, _refused(data.__set__, replaced))
         new_set = _refused(torch._C.TensorBase.set_, replaced)

@@ -21,6 +21,11 @@ INPUTS = (torch.ones(4, 4), torch.zeros(4, 4))
 class Effect(nn.Module):
     """Two layers, with an effect of its code in between."""
 
+    mean: Tensor
+    later: Tensor | None
+    first: nn.Linear
+    slow: nn.Linear
+
     def __init__(self, effect: Callable[[Effect, Tensor], Tensor]) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
@@ -38,7 +43,8 @@ class Effect(nn.Module):
 def momentum(model: Effect, x: Tensor) -> Tensor:
     for new, old in zip(model.first.parameters(), model.slow.parameters(), strict=True):
         old.data = old.data * 0.9 + new.data * 0.1
-    return x + model.slow(x)
+    slow: Tensor = model.slow(x)
+    return x + slow
 
 
 def assigned_data(model: Effect, x: Tensor) -> Tensor:
@@ -77,7 +83,7 @@ def first_run(model: Effect, x: Tensor) -> Tensor:
 
 
 MEMORY, SEED = "replaces the memory of a tensor", "seeds torch's random numbers"
-REFUSED = {
+REFUSED: dict[Callable[[Effect, Tensor], Tensor], str] = {
     momentum: MEMORY,
     assigned_data: MEMORY,
     set_memory: MEMORY,
@@ -124,7 +130,10 @@ def other_generator(model: Effect, x: Tensor) -> Tensor:
 
 
 def recomputed(model: Effect, x: Tensor) -> Tensor:
-    return checkpoint(lambda y: nn.functional.dropout(model.slow(y)), x, use_reentrant=False)
+    found: Tensor = checkpoint(
+        lambda y: nn.functional.dropout(model.slow(y)), x, use_reentrant=False
+    )
+    return found
 
 
 @pytest.mark.parametrize("effect", [other_generator, recomputed], ids=lambda e: e.__name__)

@@ -195,7 +195,7 @@ def losses_with_own_state(checkpoint: Path, ends: Sequence[int]) -> list[tuple[f
         done = train(
             Replica(model),
             make_sync(model, make),
-            lambda number: ([*own_batch(number)], {}),
+            lambda number: (tuple(own_batch(number)), {}),
             steps=steps,
             checkpoint=Checkpoint(checkpoint, {}),
             resume=True,

@@ -290,6 +290,8 @@ def test_blocks_end_with_common_statistics_and_bmuf_forgets_local_momentum() -> 
 class Replaced(nn.Module):
     """A model that replaces its buffer in every step."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 8)
