@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -354,7 +354,10 @@ def test_workers_may_be_stacked_in_one_process() -> None:
         (partial(SyncConfig, method="bmuf", block_momentum=1.0), "block_momentum is 1.0"),
         (partial(SyncConfig, method="bmuf", block_rate=0.0), "block_rate is 0.0"),
         (partial(SyncConfig, method="hierarchical", levels=(0, 2)), "levels are"),
-        (partial(SyncConfig, method="ma", period=2.5), "period is 2.5, not a whole number"),
+        (
+            partial(SyncConfig, method="ma", period=cast("int", 2.5)),
+            "period is 2.5, not a whole number",
+        ),
         (partial(SyncConfig, accumulate=0), "accumulate is 0, below 1"),
         (partial(BlockUpdate, momentum=1.0), "momentum 1.0 is not within 0 .. 1"),
         (partial(BlockUpdate, rate=0.0), "rate 0.0 is not above 0"),
