@@ -11,6 +11,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -41,12 +42,19 @@ def effects_refused() -> Iterator[None]:
         yield
 
 
+def _caller(frame: FrameType) -> FrameType:
+    """Return a frame, or, of functions like torch's, as modules of devices have, their caller's."""
+    while frame.f_code.co_name in SEEDING and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def _refused(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     """Return a function of torch that raises where the model's own code calls it."""
     thread = threading.get_ident()
 
     def checked(*args: Any, **keywords: Any) -> Any:
-        if threading.get_ident() == thread and not is_skipped(sys._getframe(1)):
+        if threading.get_ident() == thread and not is_skipped(_caller(sys._getframe(1))):
             raise ExtractionError(
                 f"the model {what} ({running_line()}), which is no op of a graph; its own code "
                 "does so, placed by modules"
