@@ -97,7 +97,8 @@ def evaluated(
     backend: Backend, placements: Sequence[Placement], progress: ProgressCallback | None = None
 ) -> list[StepResult]:
     """Return a backend's results; raise ValueError unless they are what the protocol asks for."""
-    answer: object = backend.evaluate(placements, progress)
+    told = () if progress is None else (progress,)
+    answer: object = backend.evaluate(placements, *told)
     results = list(answer) if isinstance(answer, Iterable) else None
     others = {type(r).__name__ for r in results or () if not isinstance(r, StepResult)}
     if results is None or others or len(results) != len(placements):
@@ -108,7 +109,7 @@ def evaluated(
             "each, in order"
         )
     for result in results:
-        if not (0.0 < result.step_s < math.inf if result.feasible else result.step_s >= 0.0):
+        if not (0.0 <= result.step_s < math.inf if result.feasible else result.step_s >= 0.0):
             raise ValueError(
                 f"the backend gave a step time of {result.step_s:g}: return "
                 "StepResult.infeasible(why, {}) for a placement without one"

@@ -271,8 +271,6 @@ class _Evaluator:
 
     def results(self, placements: Sequence[Placement]) -> list[StepResult]:
         """Return the backend's results; Ctrl-C, at which a measuring one only stops, is raised."""
-        if isinstance(self.backend, Simulated):  # its steps may take no time
-            return self.backend.evaluate(placements)
         results = evaluated(self.backend, placements)
         if getattr(self.backend, "interrupted", False):
             raise KeyboardInterrupt

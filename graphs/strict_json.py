@@ -224,7 +224,7 @@ def whole(value: object, where: str) -> int:
 
 def check_whole(value: object, where: str) -> None:
     """Check that an argument is a whole number, of Python or numpy."""
-    if not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{where} is {reprlib.repr(value)}, not a whole number")
 
 

@@ -322,7 +322,9 @@ def _has_costs(source: Source) -> bool:
 def _check_workers(workers: int | str) -> None:
     if isinstance(workers, str):
         address_of(workers)
-    elif workers < 1:
+        return
+    check_whole(workers, "workers")
+    if workers < 1:
         raise ValueError(f"workers is {workers}, below 1")
 
 

@@ -18,64 +18,65 @@ from graphs.inputs import keeps_no_more
 from graphs.precision import FULL
 
 
-@dataclass(frozen=True, slots=True)
 class AsPlaced:
-    """Modules and parameters of a step's model and loss, as of when it was placed.
+    """A step's model and loss as of when it was placed, to notice what a placed step would ignore.
 
-    Modules have a mode, None where any is taken as in inference, and a :func:`_composition`; of
-    parameters those of training are known.
+    Of a model that was in eval mode as a whole, a training step is that of train mode.
     """
 
-    modules: tuple[tuple[str, nn.Module, bool | None, list[int]], ...]
-    parameters: tuple[tuple[str, nn.Parameter, bool], ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, step: Workload) -> AsPlaced:
-        """Return the present state of a step's model and loss function."""
+    def __init__(self, step: Workload) -> None:
         owners = (step.model, step.loss if step.training else None)
         roots = [owner for owner in owners if isinstance(owner, nn.Module)]
-        trained = roots if step.training else []
-        return cls(
-            tuple(
-                (name, module, _mode(module, root, step), _composition(module))
-                for root in roots
-                for name, module in root.named_modules()
-            ),
-            tuple((n, p, p.requires_grad) for root in trained for n, p in root.named_parameters()),
-            step.dtype,
-        )
+        named = [each for root in roots for each in root.named_modules()]
+        self._dtype = step.dtype
+        self._composed = [(name, part) for name, m in named for part in _composition(m)]
+        self._empty = [part for _, part in self._composed if not part]
+        self._full = [(part, [*part.values()]) for _, part in self._composed if part]
+        self._modes = [
+            (root, root.training, list(root.modules()), [m.training for m in root.modules()])
+            for root in roots
+            if step.training
+        ]
+        trained = [each for root in roots if step.training for each in root.named_parameters()]
+        self._names = [name for name, _ in trained]
+        self._parameters = [parameter for _, parameter in trained]
+        self._require = [parameter.requires_grad for parameter in self._parameters]
 
     def check(self) -> None:
         """Raise ValueError if the model would compute something else now."""
-        for name, module, training, composition in self.modules:
-            if training and not module.training:
-                raise ValueError(
-                    f"{name or 'the model'} is in eval mode now, and a placed training step "
-                    "computes as in train mode: validate with the model itself, model(x), and "
-                    "call model.train() before the next step"
-                )
-            if training is False and module.training:
-                raise ValueError(
-                    f"{name} is in train mode now, and was in eval mode when it was placed: call "
-                    "its .eval() again after model.train()"
-                )
-            if _composition(module) != composition:
-                raise ValueError(
-                    f"{name or 'the model'} has other submodules or hooks now than when it was "
-                    "placed: optimize the model as it is now, and apply the new placement"
-                )
-        if self.dtype == FULL and torch.is_autocast_enabled("cpu"):
+        for root, was_training, modules, before in self._modes:
+            if not was_training and not root.training:
+                continue
+            modes = before if was_training else [True] * len(modules)
+            if [module.training for module in modules] != modes:
+                _check_modes(root, modes)
+        if any(self._empty) or any([*now.values()] != before for now, before in self._full):
+            was = {id(part): before for part, before in self._full}
+            changed = (n for n, part in self._composed if [*part.values()] != was.get(id(part), []))
+            raise ValueError(
+                f"{next(changed) or 'the model'} has other submodules or hooks now than when it "
+                "was placed: optimize the model as it is now, and apply the new placement"
+            )
+        if self._dtype == FULL and torch.is_autocast_enabled("cpu"):
             raise ValueError(
                 "autocast is on, and the step was placed without it: leave it off, or optimize "
                 'with dtype="bf16"'
             )
-        for name, parameter, trained in self.parameters:
-            if parameter._backward_hooks:
-                raise ValueError(
-                    f"{name} has a hook on its gradient (register_hook) now, which a placed step "
-                    "does not call: remove it, and change the gradient after the step"
-                )
+        if any(parameter._backward_hooks for parameter in self._parameters):
+            hooked = (
+                n for n, p in zip(self._names, self._parameters, strict=True) if p._backward_hooks
+            )
+            raise ValueError(
+                f"{next(hooked)} has a hook on its gradient (register_hook) now, which a placed "
+                "step does not call: remove it, and change the gradient after the step"
+            )
+        if [parameter.requires_grad for parameter in self._parameters] != self._require:
+            self._check_trained()
+
+    def _check_trained(self) -> None:
+        for name, parameter, trained in zip(
+            self._names, self._parameters, self._require, strict=True
+        ):
             if parameter.requires_grad is not trained:
                 has, had = ("no", "one") if trained else ("a", "none")
                 raise ValueError(
@@ -84,21 +85,30 @@ class AsPlaced:
                 )
 
 
-def _mode(module: nn.Module, root: nn.Module, step: Workload) -> bool | None:
-    """Return the mode that a module must keep; one in eval mode as a whole is switched anyway."""
-    if not step.training or not (module.training or root.training):
-        return None
-    return module.training
+def _check_modes(root: nn.Module, modes: Sequence[bool]) -> None:
+    """Raise ValueError if a module is not in its mode, of those of a root in order."""
+    for (name, module), training in zip(root.named_modules(), modes, strict=False):
+        if training and not module.training:
+            raise ValueError(
+                f"{name or 'the model'} is in eval mode now, and a placed training step computes "
+                "as in train mode: validate with the model itself, model(x), and call "
+                "model.train() before the next step"
+            )
+        if module.training and not training:
+            raise ValueError(
+                f"{name} is in train mode now, and was in eval mode when it was placed: call its "
+                ".eval() again after model.train()"
+            )
 
 
-def _composition(module: nn.Module) -> list[int]:
-    """Return ids of the submodules of a module, and of its hooks."""
+def _composition(module: nn.Module) -> list[dict[Any, Any]]:
+    """Return the submodules of a module, and its hooks, as torch keeps them."""
     return [
-        *map(id, module._modules.values()),
-        *map(id, module._forward_pre_hooks.values()),
-        *map(id, module._forward_hooks.values()),
-        *map(id, module._backward_pre_hooks.values()),
-        *map(id, module._backward_hooks.values()),
+        module._modules,
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
     ]
 
 

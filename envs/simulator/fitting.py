@@ -76,6 +76,8 @@ def fitted_factors(
                 of_kind = len(classes) - len(kinds) + kind_of
                 of_class += np.bincount(of_kind, _launching_ns(current, schedule), len(classes))
             whole_ns = schedule.step_ns + problem.graph.hand_over_s * 1e9
+            if not (whole_ns and step_s):  # a step without time says nothing of factors
+                continue
             shares.append(of_class / whole_ns)
             error.append(np.log(step_s * 1e9 / whole_ns))
         if not shares:

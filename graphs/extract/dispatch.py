@@ -51,6 +51,7 @@ from graphs.extract.model_state import (
     GradientWatch,
     check_no_new_state,
     check_same_form,
+    empty_buffers,
     substituted,
     tracing,
     with_distinct_inputs,
@@ -82,7 +83,7 @@ class _Recording:
         pairs = list(self._existing())
         self.sources = [source for source, _ in pairs]
         self.tensors = [tensor for _, tensor in pairs]
-        self.names = step.named_state().keys()
+        self.empty = empty_buffers(module_paths(step))
         self.results: list[Result] = []
         self.outputs: Any = Position(0)
         self.returned: list[torch.Tensor] = []
@@ -223,7 +224,7 @@ class _Recording:
     def _new_state(self, wrapped: Sequence[FunctionalTensor]) -> list[torch.Tensor]:
         """Return new values of parameters and buffers, whether written in place or assigned."""
         now = self.step.named_state()
-        check_no_new_state(now.keys() - self.names)
+        check_no_new_state(self.empty - empty_buffers(module_paths(self.step)))
         changed: list[torch.Tensor] = []
         for source, before in zip(self.sources, wrapped, strict=True):
             # missing in torch's stubs

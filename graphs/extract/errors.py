@@ -365,18 +365,25 @@ def custom_backward_checked(
 
     # Torch has no hook for these calls, so functions are replaced meanwhile: those that
     # Function.apply calls, since a model may hold that itself (``gelu = GeLU.apply``).
+    with replaced(
+        (_SingleLevelFunction, "apply", classmethod(checked_apply)),
+        (autograd_function, "custom_function_call", checked_transformed),
+        (saved_tensors_hooks, "__enter__", checked_enter),
+        (torch.Tensor, "register_hook", checked_hook),
+        (torch.Tensor, "grad_fn", property(checked_node)),
+        (torch.inference_mode, "__enter__", checked_mode),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes (owner, name, value) meanwhile, also within another of these contexts."""
     with contextlib.ExitStack() as restored:
-        for owner, attribute, checked in (
-            (_SingleLevelFunction, "apply", classmethod(checked_apply)),
-            (autograd_function, "custom_function_call", checked_transformed),
-            (saved_tensors_hooks, "__enter__", checked_enter),
-            (torch.Tensor, "register_hook", checked_hook),
-            (torch.Tensor, "grad_fn", property(checked_node)),
-            (torch.inference_mode, "__enter__", checked_mode),
-        ):
-            if attribute in vars(owner):  # also where one of these contexts is within another
-                restored.callback(setattr, owner, attribute, vars(owner)[attribute])
+        for owner, name, value in attributes:
+            if name in vars(owner):
+                restored.callback(setattr, owner, name, vars(owner)[name])
             else:  # it is of a base
-                restored.callback(delattr, owner, attribute)
-            setattr(owner, attribute, checked)
+                restored.callback(delattr, owner, name)
+            setattr(owner, name, value)
         yield

@@ -143,15 +143,15 @@ class Extraction:
         """
         if not self.depends_on_data:
             return ""
-        modules = "" if self.no_modules else "; or place whole modules (extractor modules)"
+        modules = "" if self.modules_refused else "; or place whole modules (extractor modules)"
         return (
             f"the ops of {type(self.step.model).__name__} cannot be placed on pinned cores: "
             f"{self.dependence}{modules}"
         )
 
     @property
-    def no_modules(self) -> bool:
-        """Return whether its modules were tried, but cannot be placed."""
+    def modules_refused(self) -> bool:
+        """Return whether its modules were tried, and refused."""
         return any(tried.extractor == "modules" for tried in self.fell_back)
 
     @property
@@ -171,7 +171,7 @@ class Extraction:
     def check_any_data(self) -> None:
         """Raise ExtractionError if there is no program, or it holds for the example inputs only."""
         if self.program.op_count and self.depends_on_data:  # raises for a graph of modules
-            remedy = None if self.no_modules else "modules"
+            remedy = None if self.modules_refused else "modules"
             raise ExtractionError(self.core_refusal, remedy=remedy)
 
 

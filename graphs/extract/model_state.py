@@ -281,10 +281,11 @@ def written_when_assigned(
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        slots = tensor_attributes({module: path for path, module in root.named_modules()})
-        names = buffer_names(root)
+        paths = {module: path for path, module in root.named_modules()}
+        slots = tensor_attributes(paths)
+        empty = empty_buffers(paths)
         outputs = original(*inputs, **keywords)
-        check_no_new_state(map(named, buffer_names(root) - names))
+        check_no_new_state(map(named, empty - empty_buffers(paths)))
         gone.extend((named(path), tensor) for path, tensor in replaced(slots))
         ids = {id(buffer) for buffer in before.values()}
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -309,13 +310,18 @@ def written_when_assigned(
         yield gone
 
 
-def buffer_names(root: nn.Module) -> set[str]:
-    """Return the paths of all buffers that have a value."""
-    return {name for name, _ in root.named_buffers(remove_duplicate=False)}
+def empty_buffers(paths: Mapping[nn.Module, str]) -> set[str]:
+    """Return the paths of all buffers of modules that are None."""
+    return {
+        f"{path}.{name}" if path else name
+        for module, path in paths.items()
+        for name, buffer in module._buffers.items()
+        if buffer is None
+    }
 
 
 def check_no_new_state(names: Iterable[str]) -> None:
-    """Raise ExtractionError if a step gives buffers their first values."""
+    """Raise ExtractionError if a step gives buffers their first values, as in a first run only."""
     if made := sorted(names):
         raise ExtractionError(
             f"buffer {made[0]} has no value until the model has run: run the model once first, on "

@@ -21,7 +21,8 @@ from graphs.extract import Extraction
 from placer.exports.device_map import as_written, device_map
 from placer.exports.dry_run import HOST, main_device_of, run_of, unchecked
 from placer.exports.format import StepPredictor
-from placer.exports.placed_modules import PlacedModules, around, canonical_paths, whole_modules
+from placer.exports.module_tree import around, canonical_paths, whole_modules
+from placer.exports.placed_modules import PlacedModules
 
 ACCELERATE: Final = "accelerate"
 BALANCED: Final = "accelerate, balanced"

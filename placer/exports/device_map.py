@@ -16,9 +16,7 @@ from torch import nn
 
 from placer.exports.dry_run import HOST, INPUTS, Conflict, Flow, main_device_of, run_of, unchecked
 from placer.exports.format import FormatOutput, is_faster
-from placer.exports.placed_modules import (
-    PlacedModules,
-    PredictStep,
+from placer.exports.module_tree import (
     around,
     canonical_paths,
     has_forward,
@@ -28,6 +26,7 @@ from placer.exports.placed_modules import (
     stacks,
     whole_modules,
 )
+from placer.exports.placed_modules import PlacedModules, PredictStep
 from placer.exports.renaming import ExportError
 
 MOST_TRIED: Final = 16

@@ -17,13 +17,8 @@ from torch.utils._pytree import tree_leaves
 from graphs.extract import Workload
 from graphs.extract.errors import shown_lines
 from graphs.extract.export.forward import ForwardCall, ForwardProgram
-from placer.exports.placed_modules import (
-    PlacedModules,
-    around,
-    canonical_paths,
-    is_inside,
-    parent,
-)
+from placer.exports.module_tree import around, canonical_paths, is_inside, parent
+from placer.exports.placed_modules import PlacedModules
 
 HOST: Final = "cpu"
 INPUTS: Final = "<inputs>"

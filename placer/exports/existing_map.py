@@ -18,7 +18,7 @@ from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
 from graphs.text import suggestion
 from placer.exports.dry_run import INPUTS, Hooks, flow, main_device_of
-from placer.exports.placed_modules import around, canonical_paths, parent
+from placer.exports.module_tree import around, canonical_paths, parent
 
 MOST_NAMED: Final = 3
 """Number of modules that a message names."""

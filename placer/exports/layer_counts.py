@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from placer.exports.format import FormatOutput
+from placer.exports.module_tree import Stack, canonical_paths, stacks
 from placer.exports.pipelining import (
     Stage,
     check_order,
@@ -23,7 +24,7 @@ from placer.exports.pipelining import (
     stage_devices,
     stages,
 )
-from placer.exports.placed_modules import PlacedModules, Stack, canonical_paths, stacks
+from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
 
 TITAN_NAMES: Final = {"embed_tokens": "tok_embeddings"}

@@ -8,7 +8,8 @@ Tensors count as experts by the pattern of llama.cpp's own ``--cpu-moe``.
 from __future__ import annotations
 
 from placer.exports.format import FormatOutput
-from placer.exports.placed_modules import PlacedModules, is_inside, stacks
+from placer.exports.module_tree import is_inside, stacks
+from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
 
 EXPERTS = "experts"

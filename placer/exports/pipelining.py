@@ -20,8 +20,7 @@ from torch import nn
 
 from graphs.extract.export.trace import reserved_modules
 from placer.exports.format import FormatOutput
-from placer.exports.placed_modules import (
-    PlacedModules,
+from placer.exports.module_tree import (
     around,
     canonical_paths,
     has_forward,
@@ -29,6 +28,7 @@ from placer.exports.placed_modules import (
     layer_of,
     stacks,
 )
+from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
 
 MISREAD: Final = re.compile(r'[@"\\\0\n\r\ud800-\udfff]')
@@ -104,7 +104,9 @@ def _first_called(placed: PlacedModules, unit: str) -> str:
     """
     if has_forward(placed.model.get_submodule(unit)):
         return unit
-    first = next(op.module for op in placed.ops if is_inside(op.module, unit))
+    inside = (op.module for op in placed.ops if op.module.startswith(f"{unit}."))
+    if (first := next(inside, None)) is None:
+        raise ExportError(f"a stage would begin with {unit}, of which a step calls nothing")
     name, _, _ = first.removeprefix(f"{unit}.").partition(".")
     return _first_called(placed, f"{unit}.{name}")
 

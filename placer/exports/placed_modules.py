@@ -5,7 +5,7 @@ Modules are named by their path in the model; a layer is a member of a stack of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,18 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import PHASES, GraphArrays
 from placer.exports.model_alone import ModelPass, model_pass
-from placer.exports.renaming import ExportError, check_of_torch, renamed_devices
+from placer.exports.module_tree import (
+    around,
+    canonical_paths,
+    check_has_weights,
+    has_own,
+    is_inside,
+    parent,
+    stacks,
+    units_of,
+    whole_modules,
+)
+from placer.exports.renaming import check_of_torch, renamed_devices
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 PredictStep = Callable[[Mapping[str, str]], StepResult]
@@ -196,18 +207,25 @@ class PlacedModules:
     def units(self) -> list[str]:
         """Return the smallest modules that have a device of their own, in program order.
 
-        A module with its own parameters or buffers is not divided, unless there is a stack of
-        layers inside it, or it is the model itself; one without any inside is no unit. Units
+        A module with its own parameters or buffers is divided only if it is on several devices,
+        and is the model itself or has a stack of layers inside. One without any is no unit. Units
         without ops come last.
         """
         check_has_weights(self.model)
-        divided = {""} if [*self.model.children()] else set()
+        around_layers = {""}
         for stack in stacks(self.model):
-            path = stack.path
+            has_weights = any(True for _ in self.model.get_submodule(stack.path).parameters())
+            path = stack.path if has_weights else ""
             while path:
-                divided.add(path)
+                around_layers.add(path)
                 path = parent(path)
-        return self.in_order(_units(self.model, "", divided=divided))
+
+        def is_kept(module: nn.Module, path: str) -> bool:
+            is_whole = path not in around_layers or len(self._work.get(path, ())) < 2
+            has_units = any(has_own(other) for other in module.modules() if other is not module)
+            return has_own(module) and (is_whole or not has_units)
+
+        return self.in_order(units_of(self.model, "", is_kept))
 
     def map_units(self) -> list[str]:
         """Return the units of a device map: the model itself is always divided.
@@ -216,11 +234,12 @@ class PlacedModules:
         not divide stays whole, see :func:`whole_modules`.
         """
         whole = whole_modules(self.model)
-        children = [
-            unit
-            for name, child in self.model.named_children()
-            for unit in _units(child, name, whole)
-        ]
+
+        def is_kept(module: nn.Module, path: str) -> bool:
+            return path in whole or has_own(module)
+
+        named = self.model.named_children()
+        children = [unit for name, child in named for unit in units_of(child, name, is_kept)]
         return self.in_order([*self.own_tensors(), *children]) if children else self.units()
 
     def own_tensors(self) -> list[str]:
@@ -275,90 +294,6 @@ class PlacedModules:
         return [tuple(group) for group in together.values() if len(group) > 1]
 
 
-def check_has_weights(model: nn.Module) -> None:
-    """Check that a model has parameters or buffers, which are what formats by module place."""
-    if not [*model.parameters(), *model.buffers()]:
-        name = type(model).__name__
-        raise ExportError(f"{name} has no parameters or buffers: no module of it can be placed")
-
-
-def parent(module: str) -> str:
-    """Return the path of the module around another."""
-    return module.rpartition(".")[0]
-
-
-def around(path: str, modules: Container[str]) -> str | None:
-    """Return the innermost of some modules that contains a path, None if there is none."""
-    while path not in modules:
-        if not path:
-            return None
-        path = parent(path)
-    return path
-
-
-def canonical_paths(model: nn.Module) -> dict[str, str]:
-    """Return {path of a module: its first path}; a shared module has several paths."""
-    first = {id(module): path for path, module in model.named_modules()}
-    return {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called: a ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward
-
-
-def is_inside(module: str, outer: str) -> bool:
-    """Return whether a module is another one or inside it."""
-    return not outer or module == outer or module.startswith(outer + ".")
-
-
-def whole_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the outermost modules that transformers and accelerate never divide.
-
-    Models of transformers name the classes of these modules in ``_no_split_modules``.
-    """
-    classes = frozenset(getattr(model, "_no_split_modules", None) or ())
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if path and type(module).__name__ in classes and around(path, found) is None:
-            found.append(path)
-    return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A list of layers of one class: path of the list and of its members, in order."""
-
-    path: str
-    layers: tuple[str, ...]
-
-
-def stacks(model: nn.Module) -> list[Stack]:
-    """Return outermost stacks: ModuleLists or Sequentials of two or more modules of one class.
-
-    >>> stacks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    [Stack(path='', layers=('0', '1'))]
-    """
-    outermost: list[Stack] = []
-    for path, module in model.named_modules():
-        if any(is_inside(path, known.path) for known in outermost):
-            continue
-        members = list(module.children())
-        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-        if is_list and len(members) > 1 and len({type(member) for member in members}) == 1:
-            prefix = f"{path}." if path else ""
-            outermost.append(
-                Stack(path, tuple(prefix + name for name, _ in module.named_children()))
-            )
-    return outermost
-
-
-def layer_of(module: str, model_stacks: Iterable[Stack]) -> str | None:
-    """Return the layer that contains a module, None if there is none."""
-    layers = (layer for stack in model_stacks for layer in stack.layers)
-    return next((layer for layer in layers if is_inside(module, layer)), None)
-
-
 def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
     """Return the key of each op's forward call, (N,).
 
@@ -393,14 +328,3 @@ def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
         return of_calls
     ops = set(placement.ops)
     return of_ops if len(ops.intersection(of_ops.ids)) > len(ops & {*of_calls.ids}) else of_calls
-
-
-def _units(
-    module: nn.Module, path: str, whole: Container[str] = (), divided: Container[str] = ()
-) -> Iterator[str]:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if path in whole or (own and path not in divided):
-        yield path
-        return
-    for name, child in module.named_children():
-        yield from _units(child, f"{path}.{name}" if path else name, whole, divided)

@@ -224,7 +224,7 @@ def core_refusal_in_short(extraction: Extraction) -> str:
 
     if not extraction.core_refusal:
         return ""
-    modules = ", nor can" if extraction.no_modules else ": extractor modules places"
+    modules = ", nor can" if extraction.modules_refused else ": extractor modules places"
     return (
         f"The ops of {type(extraction.step.model).__name__} cannot be placed on pinned cores, "
         f"since it reads values of tensors ({shown_lines(extraction.depends_on_data)})"

@@ -226,6 +226,11 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def _restored(state: Mapping[str, Any], replica: Replica, sync: Sync) -> list[float]:
     # Restores the replica and its sync; returns the losses so far.
+    for name, tensor in {**state["module"], **state["buffers"]}.items():
+        owner, _, last = name.rpartition(".")
+        buffers = replica.module.get_submodule(owner)._buffers
+        if last in buffers and buffers[last] is None:  # until the model has run
+            buffers[last] = tensor.clone()
     replica.module.load_state_dict(state["module"])  # in place: others hold the tensors
     for name, tensor in _unsaved_buffers(replica.module).items():
         tensor.copy_(state["buffers"][name])

@@ -214,6 +214,10 @@ class CandidateRuns:
         advance = counter(self.progress)
         if isinstance(self.backend, Backend):
             results = evaluated(self.backend, placements, advance)
+            if any(result.step_s == 0.0 for result in results):
+                raise ValueError(
+                    "the backend gave a step time of 0, and candidates are compared by ratios"
+                )
             interrupted = getattr(self.backend, "interrupted", False)
         else:
             predicted_s = [candidates[i].predicted_s for i in chosen]

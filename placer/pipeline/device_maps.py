@@ -29,7 +29,7 @@ from placer.exports.compared_maps import (
 )
 from placer.exports.dry_run import HOST
 from placer.exports.format import SMALLEST_CHANGE
-from placer.exports.placed_modules import check_has_weights, is_inside, whole_modules
+from placer.exports.module_tree import check_has_weights, is_inside, whole_modules
 from placer.job import Job, SearchConfig
 from placer.pipeline.optimization import optimize_problem
 from placer.progress import Progress, progress_for

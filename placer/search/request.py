@@ -10,9 +10,10 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from envs.hardware.units import milliseconds
 from envs.problem import HORIZON_NS, Problem
@@ -260,6 +261,12 @@ def candidates_of(placer: Placer, request: SearchRequest) -> list[Candidate]:
             "the best first"
         )
     return [
-        replace(each, devices=np.asarray(each.devices), priority=np.asarray(each.priority))
+        replace(each, devices=_as(np.int32, each.devices), priority=_as(np.float64, each.priority))
         for each in found
     ]
+
+
+def _as(dtype: type[np.number[Any]], numbers: Any) -> NDArray[Any]:
+    """Return numbers as an array of a dtype; others than fit in are left for later checks."""
+    array = np.asarray(numbers)
+    return array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind") else array

@@ -12,7 +12,7 @@ from envs.placement import Placement
 from graphs.extract import Extraction
 from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays, attributes_of
-from placer.exports.placed_modules import layer_of, stacks
+from placer.exports.module_tree import layer_of, stacks
 
 
 def cluster_of(names: tuple[str, ...]) -> Cluster:

@@ -111,7 +111,6 @@ def taking(step_s: float) -> placer.StepResult:
     [
         ([taking(math.nan)], "a step time of nan: return"),
         ([taking(-1.0)], "a step time of -1: return"),
-        ([taking(0.0)], "a step time of 0: return"),
         ([taking(math.inf)], "a step time of inf: return"),
         (None, "gave NoneType for 1 placements: return one StepResult for each"),
         (taking(1.0), "gave StepResult for 1 placements: return one StepResult for each"),
@@ -134,6 +133,23 @@ def test_results_of_a_backend_of_the_user_are_counted(
     backend = Wrong([taking(1.0)])
     search = placer.SearchConfig(policy=None, budget="10e", backend=backend)
     with pytest.raises(ValueError, match="gave 1 results for"):
+        placer.optimize(graph, cluster, search=search, progress=False)
+
+
+def test_steps_that_take_no_time_are_evaluated_but_not_compared(
+    placed: tuple[placer.Result, Path, Path],
+) -> None:
+    result, graph, cluster = placed
+
+    class Instant:
+        def evaluate(
+            self, placements: Sequence[placer.Placement], progress: Any = None
+        ) -> list[placer.StepResult]:
+            return [taking(0.0)] * len(placements)
+
+    assert placer.evaluate(result, backend=Instant(), progress=False).step_s == 0.0
+    search = placer.SearchConfig(policy=None, budget="10e", backend=Instant())
+    with pytest.raises(ValueError, match="a step time of 0, and candidates are compared"):
         placer.optimize(graph, cluster, search=search, progress=False)
 
 

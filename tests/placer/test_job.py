@@ -108,6 +108,8 @@ def test_a_graph_made_by_hand_needs_costs_only() -> None:
         ({}, {"groups": 0}, "groups is 0"),
         ({}, {"seed": "a"}, "seed is .a., not a whole number"),
         ({}, {"groups": 2.5}, "groups is 2.5, not a whole number"),
+        ({}, {"workers": 2.5}, "workers is 2.5, not a whole number"),
+        ({}, {"seed": True}, "seed is True, not a whole number"),
         ({}, {"micro_batches": "2"}, "micro_batches is .2., not a whole number"),
         ({}, {"workers": 0}, "workers is 0"),
         ({}, {"placer": "heft", "policy": "generalist"}, "'heft' asks no policy"),

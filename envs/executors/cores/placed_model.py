@@ -65,7 +65,7 @@ class PlacedModel:
         self.program = extraction.program
         self._extraction = extraction
         self._step = extraction.step
-        self._as_placed = AsPlaced.of(extraction.step)
+        self._as_placed = AsPlaced(extraction.step)
         self._handed: HandOver | None = None
         lists = device_lists(self.program, devices, order, len(cluster))
         self._pool = WorkerPool(

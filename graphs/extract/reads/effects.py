@@ -16,30 +16,37 @@ from typing import Any, Final
 
 import torch
 
-from graphs.extract.errors import is_skipped, running_line
+from graphs.extract.errors import is_skipped, replaced, running_line
 from graphs.workload import ExtractionError
 
 SEEDING: Final = ("manual_seed", "seed", "set_rng_state", "fork_rng")
 """Functions of torch.random, of which torch has most under its own name."""
+_TRACING: Final = threading.RLock()
+"""Functions are replaced for the whole process, so one thread traces at a time."""
 
 
 @contextlib.contextmanager
 def effects_refused() -> Iterator[None]:
-    """Raise ExtractionError, meanwhile, if code outside of torch has an effect that is no op."""
-    with contextlib.ExitStack() as restored:
-        for owner in (torch, torch.random):
-            for name in SEEDING:
-                if original := getattr(owner, name, None):
-                    restored.callback(setattr, owner, name, original)
-                    setattr(owner, name, _refused(original, "seeds torch's random numbers"))
-        data: Any = torch._C.TensorBase.data
-        replaced = "replaces the memory of a tensor"
-        new_data = property(data.__get__, _refused(data.__set__, replaced))
-        new_set = _refused(torch._C.TensorBase.set_, replaced)
-        for name, value in (("data", new_data), ("set_", new_set)):  # else inherited
-            setattr(torch.Tensor, name, value)
-            restored.callback(delattr, torch.Tensor, name)
+    """Raise ExtractionError, meanwhile, if code outside of torch has an effect that is no op.
+
+    Seeds are noticed where functions are called by their names in torch or ``torch.random``.
+    """
+    with _TRACING, replaced(*_seeding(), *_new_memory()):
         yield
+
+
+def _seeding() -> Iterator[tuple[Any, str, Any]]:
+    for owner in (torch, torch.random):
+        for name in SEEDING:
+            if (function := vars(owner).get(name)) is not None:
+                yield owner, name, _refused(function, "seeds torch's random numbers")
+
+
+def _new_memory() -> Iterator[tuple[Any, str, Any]]:
+    data: Any = torch._C.TensorBase.data
+    what = "replaces the memory of a tensor"
+    yield torch.Tensor, "data", property(data.__get__, _refused(data.__set__, what))
+    yield torch.Tensor, "set_", _refused(torch._C.TensorBase.set_, what)
 
 
 def _caller(frame: FrameType) -> FrameType:
@@ -56,8 +63,8 @@ def _refused(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     def checked(*args: Any, **keywords: Any) -> Any:
         if threading.get_ident() == thread and not is_skipped(_caller(sys._getframe(1))):
             raise ExtractionError(
-                f"the model {what} ({running_line()}), which is no op of a graph; its own code "
-                "does so, placed by modules"
+                f"the model {what} ({running_line()}), which a graph of ops cannot show; place it "
+                "by its modules"
             )
         return original(*args, **keywords)
 

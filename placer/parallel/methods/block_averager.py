@@ -151,7 +151,7 @@ class BlockAverager:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.steps = state["steps"]
+        self.steps, self._ended_at = state["steps"], None
         for base, kept, velocity in zip(self._base, state["base"], state["velocity"], strict=True):
             base.copy_(kept)
             self._outer.state[base].clear()

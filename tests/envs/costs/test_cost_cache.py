@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from envs.costs.cache import TABLES, Conditions, CostCache, Session, UnreadableCacheError, file_name
 from envs.costs.factor_cache import FactorCache
-from envs.hardware.cache_folder import CacheWarning
+from envs.hardware.cache_folder import CacheWarning, warn_if_unwritable
 from envs.hardware.cluster import LONGEST_S
 
 HERE = Conditions(kind="core", hardware="this", torch="2")
@@ -264,6 +264,7 @@ def test_without_a_home_nothing_is_kept_and_that_is_told(monkeypatch: pytest.Mon
 def test_a_folder_in_which_nothing_can_be_kept_is_told_once(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    warn_if_unwritable.cache_clear()
     (tmp_path / "file").touch()
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / folder))
     cache = CostCache()

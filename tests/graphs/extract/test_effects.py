@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphs.extract import ExtractionError, extract
+from graphs.extract.reads.effects import effects_refused
 from graphs.workload import Workload
 
 INPUTS = (torch.ones(4, 4), torch.zeros(4, 4))
@@ -140,3 +142,34 @@ def recomputed(model: Effect, x: Tensor) -> Tensor:
 def test_what_is_like_such_an_effect_is_traced(effect: Callable[[Effect, Tensor], Tensor]) -> None:
     step = Workload.of(Effect(effect), INPUTS, nn.functional.mse_loss)
     assert extract(step).extractor in ("export", "dispatch")
+
+
+def test_contexts_may_be_nested_and_threads_wait_for_each_other() -> None:
+    before = torch.manual_seed, torch.Tensor.data
+    done: list[bool] = []
+
+    def elsewhere() -> None:
+        with effects_refused():
+            done.append(True)
+
+    with effects_refused():
+        with effects_refused():
+            pass
+        assert torch.manual_seed is not before[0]
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        assert not done
+    thread.join()
+    assert done
+    assert (torch.manual_seed, torch.Tensor.data) == before
+
+
+def test_constants_that_a_first_run_keeps_in_new_buffers_are_traced() -> None:
+    def masked(model: Effect, x: Tensor) -> Tensor:
+        if "mask" not in model._buffers:
+            model.register_buffer("mask", torch.arange(4.0), persistent=False)
+        return x * model.get_buffer("mask")
+
+    model = Effect(masked)
+    assert extract(Workload.of(model, INPUTS, nn.functional.mse_loss)).extractor == "export"
+    assert "mask" not in model._buffers

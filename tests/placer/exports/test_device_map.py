@@ -22,7 +22,8 @@ from placer.exports.device_map import LOADED, OFFLOADED, ON_HOST, ON_ONE, device
 from placer.exports.dry_run import flow
 from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
-from placer.exports.placed_modules import PlacedModules, around, parent
+from placer.exports.module_tree import around, parent
+from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError, renamed_devices
 from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers

@@ -26,8 +26,9 @@ from placer.exports import FORMATS, format_named, pipelining
 from placer.exports.device_map import device_map
 from placer.exports.format import Format, export_extracted
 from placer.exports.layer_counts import layer_counts, titan_parts
+from placer.exports.module_tree import Stack
 from placer.exports.pipelining import Stage
-from placer.exports.placed_modules import PlacedModules, Stack
+from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
 from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
 from tests.helpers.extracted_steps import without_dropout

@@ -20,7 +20,8 @@ from placer.cli.main import main
 from placer.exports.device_map import device_map
 from placer.exports.existing_map import DeviceMap
 from placer.exports.format import export_extracted
-from placer.exports.placed_modules import PlacedModules, around
+from placer.exports.module_tree import around
+from placer.exports.placed_modules import PlacedModules
 from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models
 from tests.helpers.placed_at_random import cluster_of, placement_of

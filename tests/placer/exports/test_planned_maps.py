@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 from graphs.extract import Workload
-from placer.exports.placed_modules import around, whole_modules
+from placer.exports.module_tree import around, whole_modules
 from tests.fake_cuda import fake_cuda
 from tests.helpers import tiny_models, tiny_transformers
 from tests.placer.exports.test_device_map import contrast

@@ -136,6 +136,61 @@ def test_parameters_around_the_layers_are_in_the_stages_that_read_them(again: bo
     assert layer_counts(placed).content["counts"] == [1, 2]
 
 
+def weightless() -> nn.Module:
+    """Return a part with a parameter of its own and layers that have none, between two layers."""
+
+    def inside(m: Any, x: Tensor) -> Tensor:
+        x = x * m.scale
+        for layer in m.layers:
+            x = layer(x)
+        return x
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.last(m.part(m.first(x)))
+        return out
+
+    part = Plain(inside, layers=nn.ModuleList([nn.ReLU(), nn.ReLU()]))
+    part.scale = nn.Parameter(torch.ones(4))
+    return Plain(forward, first=linear(), part=part, last=linear())
+
+
+def blocks() -> nn.Module:
+    """Return two blocks with a parameter of their own before their layers."""
+
+    def inside(m: Any, x: Tensor) -> Tensor:
+        x = x * m.scale
+        for layer in m.layers:
+            x = layer(x)
+        return x
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.second(m.first(x))
+        return out
+
+    made = [Plain(inside, layers=nn.ModuleList([linear(), linear()])) for _ in range(2)]
+    for block in made:
+        block.scale = nn.Parameter(torch.ones(4))
+    return Plain(forward, first=made[0], second=made[1])
+
+
+@pytest.mark.parametrize(("make", "cut"), [(weightless, "part"), (blocks, "second")])
+def test_a_part_that_is_on_one_device_stays_whole(make: Callable[[], nn.Module], cut: str) -> None:
+    model = make()
+    assert split_points(model, cut) == [cut]
+    assert_cut(model, [cut])
+
+
+def test_a_model_whose_only_parameters_are_its_own_is_not_split() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.act(x @ m.weight) @ m.weight
+        return out
+
+    model = Plain(forward, act=nn.ReLU())
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ExportError, match="there is nothing to split"):
+        split_points(model, "act")
+
+
 @pytest.mark.parametrize("name", ['a"b', "a\\", "a@b", "class", "e\u0301"])
 def test_a_name_that_torch_cannot_write_into_code_is_refused(name: str) -> None:
     model = named(name)

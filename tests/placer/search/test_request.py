@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from placer.search.objectives import Objective
@@ -107,4 +108,6 @@ def test_a_placer_gives_a_list_of_candidates() -> None:
     as_lists: Any = replace(one, devices=one.devices.tolist(), priority=one.priority.tolist())
     [same] = candidates_of(Answering((as_lists,)), request)
     assert (same.devices == one.devices).all()
+    assert same.devices.dtype == np.int32
+    assert same.priority.dtype == np.float64
     assert (same.priority == one.priority).all()

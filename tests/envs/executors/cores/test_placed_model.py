@@ -277,6 +277,10 @@ def test_a_model_that_would_compute_something_else_now_is_refused() -> None:
         hook = model.get_submodule("0").register_forward_hook(lambda module, inputs, output: output)
         refused("0 has other submodules or hooks")
         hook.remove()
+        model.eval()
+        refused("the model is in eval mode now")
+        model.train()
+        norm.eval()
         weight = model.get_parameter("0.weight")
         hook = weight.register_hook(torch.abs)  # type: ignore[no-untyped-call]  # untyped in torch
         refused("0.weight has a hook on its gradient")
