@@ -109,6 +109,7 @@ def test_synchronous_replicas_send_what_a_ring_must(ranks: int, sent: dict[str, 
     assert least < sent["allreduce"] < 1.005 * least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEWER)
 def test_others_send_so_many_times_less(name: str, sent: dict[str, float]) -> None:
     least, most = FEWER[name]

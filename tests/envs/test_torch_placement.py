@@ -255,7 +255,7 @@ def test_a_model_too_large_for_a_gpu_is_placed_and_runs_as_placed() -> None:
     assert_runs_alike(placer.apply(model, found), alone, (tokens, target), loss.detach())
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("peak_bytes", "reserved_bytes", "smaller_bytes"),
     [(80_000, 82_000, 78_200), (50_000, 86_800, 55_200)],

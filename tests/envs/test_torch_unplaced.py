@@ -249,6 +249,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_commands_read_that_a_model_is_left_unplaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,7 +182,7 @@ def test_what_processes_cannot_run_is_refused(cluster: Cluster) -> None:
         runtime_for(extract(replace(tiny_models.conv_net(), training=False), "modules"), cluster)
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [(), ONE_EACH[:2], (Host(devices=NAMES[:2]), ONE_EACH[2])])
 def test_a_cluster_without_a_host_for_each_is_simulated_as_the_one_process_that_runs_it(
     hosts: tuple[Host, ...], cluster: Cluster, capsys: pytest.CaptureFixture[str]

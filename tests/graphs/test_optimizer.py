@@ -98,6 +98,7 @@ def other_layouts() -> Workload:
     return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_saved_state() -> None:
     step = with_optimizer(tiny_models.conv_net(), "adamw", learning_rate=0.05)
     expected = eager_training(step, 2)

@@ -252,6 +252,7 @@ def test_ranks_beyond_a_power_of_two_send_everything_twice(ranks: int) -> None:
     assert halving_doubling_s(1e9, level(ranks, 0.5)) == pytest.approx(inner_s + 2 * 1.5)
 
 
+@pytest.mark.slow
 @given(levels=LEVELS.map(lambda levels: levels[:3]), size=SIZES, latency_s=st.floats(0, 1e-3))
 def test_a_flat_ring_over_nodes_takes_what_its_messages_take(
     levels: list[Level], size: int, latency_s: float

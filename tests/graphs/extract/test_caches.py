@@ -120,7 +120,7 @@ def test_a_single_step_with_a_past_takes_and_returns_a_cache() -> None:
     assert output.past_key_values.get_seq_length() == 7
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize("encoded", ["tokens", "output", "tuple"])
 @pytest.mark.parametrize("name", ["Bart", pytest.param("T5", marks=pytest.mark.slow)])
 def test_a_single_step_of_an_encoder_decoder_takes_and_returns_a_cache(

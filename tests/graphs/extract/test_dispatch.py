@@ -304,7 +304,7 @@ def test_what_is_computed_outside_of_torch_is_refused_with_its_line(read: Any) -
         extract(step, "dispatch")
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "total_length", "batch_first"),
     [(True, None, True), (True, 7, False), (False, None, False), (False, 7, True)],
@@ -336,7 +336,7 @@ def padding(m: Any, packed: Any) -> Any:
     return pad_packed_sequence(m.rnn(packed)[0])[0].sum()
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_packed_sequences_are_inputs_and_outputs(training: bool, bidirectional: bool) -> None:

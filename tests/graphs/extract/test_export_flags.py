@@ -185,7 +185,7 @@ def encoder(**options: Any) -> Workload:
     return Workload.of(model, inputs, training=False)
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize("extractor", ["export", "dispatch"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_torch_encoder_whose_padding_becomes_zeros_is_refused(extractor: str) -> None:

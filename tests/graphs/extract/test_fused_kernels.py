@@ -49,7 +49,7 @@ def test_attention_is_one_op_forward_and_one_backward(extractor: str) -> None:
     assert are_whole(ops)
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @BOTH
 def test_products_of_all_experts_of_a_layer_are_one_op(extractor: str) -> None:
     pytest.importorskip("transformers")

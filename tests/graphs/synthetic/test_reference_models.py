@@ -53,7 +53,7 @@ def test_every_module_with_parameters_of_its_own_has_an_op(name: str, training: 
     assert owners <= {module for _, module in extraction.graph.nodes(data="module")}
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @EITHER_MODE
 def test_experts_of_a_layer_do_not_wait_for_each_other(training: bool) -> None:
     graph = of_reference("separate_moe", training).graph

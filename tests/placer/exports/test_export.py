@@ -216,6 +216,7 @@ def test_backward_ops_run_with_their_forward_call_whichever_module_they_are_name
 # --- layers
 
 
+@pytest.mark.slow
 def test_layers_are_counted_by_stage_and_every_module_is_in_one() -> None:
     placed = cut("llama", "model.layers.1")
     found = layer_counts(placed).content

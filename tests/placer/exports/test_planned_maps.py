@@ -136,6 +136,7 @@ def test_the_map_is_complete_whole_and_dispatched_by_accelerate(name: str) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_map_that_it_is_compared_with_is_faster(name: str) -> None:
     _, found = planned(name, TOO_SMALL)

@@ -174,7 +174,7 @@ def test_the_costs_of_a_function_are_not_those_of_its_ops_and_the_same_in_every_
 # --- the public interface
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["cuda:0,cpu", "cores"])
 def test_a_saved_placement_keeps_the_backward(devices: str, tmp_path: Path) -> None:
     step, path = own_step(STEPS["held"]), tmp_path / "placement.json"

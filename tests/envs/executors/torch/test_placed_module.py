@@ -58,7 +58,7 @@ def extracted(writes: tuple[tuple[str, int], ...]) -> Extraction:
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part")), st.integers(0, 2))
 
 
-@pytest.mark.slow_repeats
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.lists(WRITES, min_size=2, max_size=8), st.integers(0, 99))
 @pytest.mark.parametrize("kind", [VDEV, FAKE])
