@@ -18,6 +18,38 @@ from graphs.inputs import keeps_no_more
 from graphs.precision import FULL
 
 
+class Composition:
+    """The submodules and hooks of a step's model and loss, as of when it was placed."""
+
+    def __init__(self, step: Workload) -> None:
+        parts = [
+            (name, part)
+            for root in _roots(step)
+            for name, module in root.named_modules()
+            for part in (
+                module._modules,
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._backward_pre_hooks,
+                module._backward_hooks,
+            )
+        ]
+        self._names = [name for name, part in parts if not part]
+        self._empty = [part for _, part in parts if not part]
+        self._full = [(name, part, [*part.values()]) for name, part in parts if part]
+
+    def check(self) -> None:
+        """Raise ValueError if a submodule or hook was added, removed or replaced."""
+        changed = [name for name, now, before in self._full if [*now.values()] != before]
+        if any(self._empty):
+            changed += [n for n, now in zip(self._names, self._empty, strict=True) if now]
+        if changed:
+            raise ValueError(
+                f"{changed[0] or 'the model'} has other submodules or hooks now than when it was "
+                "placed: optimize the model as it is now, and apply the new placement"
+            )
+
+
 class AsPlaced:
     """A step's model and loss as of when it was placed, to notice what a placed step would ignore.
 
@@ -25,13 +57,9 @@ class AsPlaced:
     """
 
     def __init__(self, step: Workload) -> None:
-        owners = (step.model, step.loss if step.training else None)
-        roots = [owner for owner in owners if isinstance(owner, nn.Module)]
-        named = [each for root in roots for each in root.named_modules()]
+        roots = _roots(step)
         self._dtype = step.dtype
-        self._composed = [(name, part) for name, m in named for part in _composition(m)]
-        self._empty = [part for _, part in self._composed if not part]
-        self._full = [(part, [*part.values()]) for _, part in self._composed if part]
+        self._composition = Composition(step)
         self._modes = [
             (root, root.training, list(root.modules()), [m.training for m in root.modules()])
             for root in roots
@@ -50,13 +78,7 @@ class AsPlaced:
             modes = before if was_training else [True] * len(modules)
             if [module.training for module in modules] != modes:
                 _check_modes(root, modes)
-        if any(self._empty) or any([*now.values()] != before for now, before in self._full):
-            was = {id(part): before for part, before in self._full}
-            changed = (n for n, part in self._composed if [*part.values()] != was.get(id(part), []))
-            raise ValueError(
-                f"{next(changed) or 'the model'} has other submodules or hooks now than when it "
-                "was placed: optimize the model as it is now, and apply the new placement"
-            )
+        self._composition.check()
         if self._dtype == FULL and torch.is_autocast_enabled("cpu"):
             raise ValueError(
                 "autocast is on, and the step was placed without it: leave it off, or optimize "
@@ -85,6 +107,11 @@ class AsPlaced:
                 )
 
 
+def _roots(step: Workload) -> list[nn.Module]:
+    owners = (step.model, step.loss if step.training else None)
+    return [owner for owner in owners if isinstance(owner, nn.Module)]
+
+
 def _check_modes(root: nn.Module, modes: Sequence[bool]) -> None:
     """Raise ValueError if a module is not in its mode, of those of a root in order."""
     for (name, module), training in zip(root.named_modules(), modes, strict=False):
@@ -99,17 +126,6 @@ def _check_modes(root: nn.Module, modes: Sequence[bool]) -> None:
                 f"{name} is in train mode now, and was in eval mode when it was placed: call its "
                 ".eval() again after model.train()"
             )
-
-
-def _composition(module: nn.Module) -> list[dict[Any, Any]]:
-    """Return the submodules of a module, and its hooks, as torch keeps them."""
-    return [
-        module._modules,
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    ]
 
 
 def checked_rate(rate: float) -> float:

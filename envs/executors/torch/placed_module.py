@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from envs.executors.checks import checked_rate, matched_leaves
+from envs.executors.checks import Composition, checked_rate, matched_leaves
 from envs.executors.state_devices import STATE_ROLES, StateDevices, states_of
 from envs.executors.torch.call_text import CallText
 from envs.executors.torch.forward_source import LaunchOrder, forward_source
@@ -110,6 +110,7 @@ class PlacedModule(nn.Module):
         self._extraction = extraction
         self._others: list[PlacedModule] = []  # in the other mode: one, once it was asked for
         self._modes: dict[nn.Module, bool] = {}
+        self._composition = Composition(step)
         self.place(devices, order)
 
     def __enter__(self) -> PlacedModule:
@@ -181,7 +182,7 @@ class PlacedModule(nn.Module):
 
         Raises:
             ValueError: the inputs do not match the example inputs, or what the step holds of the
-                model or the inputs has changed since it was extracted.
+                model or the inputs, or a submodule or hook, has changed since it was extracted.
             Exception: as torch raises it, with a note that names the call.
         """
         if self._is_in_other_mode:
@@ -189,6 +190,7 @@ class PlacedModule(nn.Module):
         bound = self._step.bound(inputs, keywords, training=self._step.training)
         if not torch.compiler.is_compiling():
             self._extraction.check_constants()
+            self._composition.check()
         leaves = matched_leaves(self._step, *bound)
         with nullcontext() if self._step.training else torch.no_grad():
             states = self._states.tensors()

@@ -172,3 +172,20 @@ def test_a_mode_that_cannot_be_extracted_is_refused() -> None:
         placed.train()
     assert not placed.training
     placed(*step.model_inputs)
+
+
+def test_replaced_submodules_and_new_hooks_are_refused() -> None:
+    extraction = fresh("conv_net")
+    step = extraction.step
+    model = step.model
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu"], 1))
+    relu = model.get_submodule("2")
+    model.add_module("2", nn.GELU())
+    with pytest.raises(ValueError, match="the model has other submodules or hooks"):
+        placed(*step.inputs)
+    model.add_module("2", relu)
+    hook = model.get_submodule("4").register_forward_hook(lambda module, inputs, output: -output)
+    with pytest.raises(ValueError, match="4 has other submodules or hooks"):
+        placed(*step.inputs)
+    hook.remove()
+    placed(*step.inputs)
