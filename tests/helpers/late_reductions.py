@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from placer.parallel.buckets import Bucket
 from placer.parallel.grad_sync import GradSync
 from placer.parallel.methods.reductions import (
     AllReduce,
     Float16,
     Hierarchical,
+    PowerSgd,
     Reduction,
 )
 from tests.helpers.replicas import backward, mlp, mse, own_batch
@@ -83,7 +85,41 @@ def reduced_late(make: Callable[[Any], Reduction], tolerance: float, seed: int) 
         sync.close()
 
 
+class LateFuture:
+    """A future of a hook that is done after ``wait``."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.is_done = False
+
+    def wait(self) -> None:
+        self.is_done = True
+
+    def value(self) -> Tensor:
+        return self.flat
+
+
+def one_bucket_at_a_time(seed: int) -> None:
+    """PowerSGD begins with a bucket when it is done with the one before."""
+    started: list[LateFuture] = []
+
+    def hook(state: Any, bucket: Bucket) -> Any:
+        assert all(future.is_done for future in started)
+        started.append(LateFuture(bucket.buffer()))
+        return started[-1]
+
+    with alone():
+        reduction = PowerSgd()
+        reduction.hook = hook
+        model = mlp()
+        sync = GradSync(model, reduction=lambda group: reduction, bucket_bytes=256)
+        backward(mse(model, own_batch(0, 16, 8)))
+        sync.finish()
+        sync.close()
+    assert len(started) > 1
+
+
 METHODS: Final = ((AllReduce, 0.0), (Float16, 1e-3), (ThreeLevels, 0.0))
 LATE: Final[dict[str, Callable[[int], None]]] = {
     make.__name__: partial(reduced_late, make, tolerance) for make, tolerance in METHODS
-}
+} | {PowerSgd.__name__: one_bucket_at_a_time}
