@@ -19,13 +19,15 @@ from graphs.precision import FULL
 
 
 class Composition:
-    """The submodules and hooks of a step's model and loss, as of when it was placed."""
+    """The submodules, code and hooks of a step's model and loss, as of when it was placed."""
 
     def __init__(self, step: Workload) -> None:
+        named = [each for root in _roots(step) for each in root.named_modules()]
+        self._modules = dict(named)
+        self._code = [_code(module) for module in self._modules.values()]
         parts = [
             (name, part)
-            for root in _roots(step)
-            for name, module in root.named_modules()
+            for name, module in named
             for part in (
                 module._modules,
                 module._forward_pre_hooks,
@@ -39,8 +41,13 @@ class Composition:
         self._full = [(name, part, [*part.values()]) for name, part in parts if part]
 
     def check(self) -> None:
-        """Raise ValueError if a submodule or hook was added, removed or replaced."""
-        changed = [name for name, now, before in self._full if [*now.values()] != before]
+        """Raise ValueError if a submodule, its forward or a hook was added, removed or replaced."""
+        code = [_code(module) for module in self._modules.values()]
+        changed = []
+        if code != self._code:
+            pairs = zip(self._modules, code, self._code, strict=True)
+            changed = [name for name, now, before in pairs if now != before]
+        changed += [name for name, now, before in self._full if [*now.values()] != before]
         if any(self._empty):
             changed += [n for n, now in zip(self._names, self._empty, strict=True) if now]
         if changed:
@@ -60,11 +67,7 @@ class AsPlaced:
         roots = _roots(step)
         self._dtype = step.dtype
         self._composition = Composition(step)
-        self._modes = [
-            (root, root.training, list(root.modules()), [m.training for m in root.modules()])
-            for root in roots
-            if step.training
-        ]
+        self._modes = [(root, *_trained_modes(root)) for root in roots if step.training]
         trained = [each for root in roots if step.training for each in root.named_parameters()]
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
@@ -72,10 +75,9 @@ class AsPlaced:
 
     def check(self) -> None:
         """Raise ValueError if the model would compute something else now."""
-        for root, was_training, modules, before in self._modes:
+        for root, was_training, modules, modes in self._modes:
             if not was_training and not root.training:
                 continue
-            modes = before if was_training else [True] * len(modules)
             if [module.training for module in modules] != modes:
                 _check_modes(root, modes)
         self._composition.check()
@@ -107,9 +109,27 @@ class AsPlaced:
                 )
 
 
+def _code(module: nn.Module) -> tuple[type, Any]:
+    """Return the class of a module, and the forward that it has in place of that of its class."""
+    return type(module), vars(module).get("forward")
+
+
 def _roots(step: Workload) -> list[nn.Module]:
     owners = (step.model, step.loss if step.training else None)
     return [owner for owner in owners if isinstance(owner, nn.Module)]
+
+
+def _trained_modes(root: nn.Module) -> tuple[bool, list[nn.Module], list[bool]]:
+    """Return whether a root is in train mode, its modules, and their modes if it is, or were."""
+    modules = list(root.modules())
+    before = [module.training for module in modules]
+    if root.training:
+        return True, modules, before
+    root.train()  # which the model may have changed, to keep parts in eval mode
+    trained = [module.training for module in modules]
+    for module, training in zip(modules, before, strict=True):
+        module.training = training
+    return False, modules, trained
 
 
 def _check_modes(root: nn.Module, modes: Sequence[bool]) -> None:

@@ -33,7 +33,7 @@ class State:
     def tensor(self) -> Any:
         """The tensor that its first module has; None if the model removed it."""
         holder, name = self.slots[0]
-        return holder[name]
+        return holder.get(name)
 
     def set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """Give its tensor other data; return it, the same object if torch allows that."""
@@ -117,7 +117,7 @@ class StateDevices:
         tensors = []
         for state, home in zip(self._states, self._homes, strict=True):
             tensor = state.tensor
-            if any(holder[name] is not tensor for holder, name in state.slots[1:]):
+            if any(holder.get(name) is not tensor for holder, name in state.slots[1:]):
                 raise ValueError(
                     f"{state.name} is tied no longer: extract and place the model again"
                 )

@@ -11,6 +11,7 @@ from torch import nn
 
 from envs.executors.checks import checked_rate, load_optimizer_state
 from envs.executors.hooks.mixed_devices import sent
+from envs.executors.modes import Modes
 from envs.executors.process_settings import OnCores, keep_freed_memory
 from envs.executors.state_devices import StateDevices, renew_recurrent, states_of
 from envs.executors.torch.placed_module import SHARED
@@ -58,10 +59,10 @@ class UnplacedModel(nn.Module):
         self._step = step
         self._cores = cores
         self._device = device
-        self._modes: dict[nn.Module, bool] = {}
         self.training = step.training
         if step.model.training is not step.training:
             step.model.train(step.training)
+        self._modes = Modes(step)
         self._optimizer = None if step.optimizer is None else _torch_optimizer(step, step.optimizer)
         if self._optimizer is not None:
             self._begin(extraction, self._optimizer)
@@ -114,6 +115,7 @@ class UnplacedModel(nn.Module):
     def _forward(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Run the forward pass on bound inputs. Little else, since steps may take a millisecond."""
         check_inputs(positional, named)
+        self._modes.check(training=self.training)
         if self._cores is None:
             positional, named = sent((positional, named), self._device)
             if self._homes.were_elsewhere():
@@ -132,14 +134,8 @@ class UnplacedModel(nn.Module):
 
     def train(self, mode: bool = True) -> UnplacedModel:
         """Set the mode. Modules that were in eval mode within a training step return to it."""
-        if mode is not self.training:
-            loss = self._step.loss
-            trained = [self._step.model, *([loss] if isinstance(loss, nn.Module) else [])]
-            modules = [module for each in trained for module in each.modules()]
-            if not mode:
-                self._modes = {module: module.training for module in modules}
-            for module in modules:
-                module.training = mode and self._modes.get(module, True)
+        if mode is not self.training or mode is not self._step.model.training:
+            self._modes.switch(training=mode)
             self.training = mode
         return self
 

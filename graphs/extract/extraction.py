@@ -316,7 +316,7 @@ def _by(extractor: Extractor, step: Workload) -> Extraction:
             return Extraction(step, graph, None, None, forward_of, "modules", units=units)
         check_dense(step)
         constants = Constants(step)
-        with effects_refused():
+        with effects_refused(step):
             traced = trace(step) if extractor == "export" else record(step)
         return _of_trace(step, traced, extractor, constants)
     except ExtractionError:

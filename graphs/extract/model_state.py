@@ -141,8 +141,11 @@ def in_step_mode(step: Workload) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
     Modules in eval mode within a model in train mode stay in eval mode. On exit all attributes of
-    the model's modules are restored, and what :class:`_Caches` knows holds no tensors of a trace.
+    the model's modules are restored, with the states of generators, and what :class:`_Caches` knows
+    holds no tensors of a trace.
     """
+    values = [value for module in module_paths(step) for value in vars(module).values()]
+    drawn = [(own, own.get_state()) for own in values if isinstance(own, torch.Generator)]
     attributes = [_Attributes(module) for module in module_paths(step)]
     caches = _Caches(step)
     if step.model.training is not step.training:
@@ -153,6 +156,8 @@ def in_step_mode(step: Workload) -> Iterator[None]:
     finally:
         for snapshot in attributes:
             snapshot.restore()
+        for generator, state in drawn:
+            generator.set_state(state)
         caches.clean()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from envs.executors.hooks.module_hooks import ModuleDevice, ModuleHooks
+from envs.executors.modes import Modes
 from envs.executors.state_devices import State, StateDevices, renew_recurrent, states_of
 from envs.executors.torch.placed_module import SHARED, full_device
 from graphs.extract import Extraction
@@ -67,9 +68,9 @@ class HookedModule(nn.Module):
         self._state_devices = StateDevices(self._states)
         self._hooks: ModuleHooks | None = None
         self.training = step.training
-        self._modes: dict[nn.Module, bool] = {}
         if step.model.training is not step.training:
             step.model.train(step.training)
+        self._modes = Modes(step)
         self.place(devices, order)
 
     def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
@@ -124,6 +125,7 @@ class HookedModule(nn.Module):
         training = self._step.training and self.training
         positional, named = self._step.bound(inputs, keywords, training=training)
         check_inputs(positional, named)
+        self._modes.check(training=self.training)
         step = self._step
         with autocast(step.dtype, self._types), self._hooks.outside_modules():
             if training:
@@ -152,11 +154,8 @@ class HookedModule(nn.Module):
 
     def train(self, mode: bool = True) -> HookedModule:
         """Set the mode. Modules that were in eval mode within a training step return to it."""
-        if mode is not self.training:
-            if not mode:
-                self._modes = {module: module.training for module in self._paths}
-            for module in self._paths:
-                module.training = mode and self._modes.get(module, True)
+        if mode is not self.training or mode is not self._step.model.training:
+            self._modes.switch(training=mode)
             self.training = mode
         return self
 

@@ -224,6 +224,7 @@ class PlacedModule(nn.Module):
             loss: torch.Tensor = self(*positional, **named)
             torch.autograd.backward(loss)
         else:
+            self._composition.check()
             self._updates.settle(self._states.tensors())
             loss = self(*positional, **named)
             with self._updates.during():

@@ -2,7 +2,8 @@
 
 Random numbers of a traced step follow the generators of whoever runs it, whatever the model seeds.
 A tensor whose memory the model replaces, by ``x.data = y`` or ``x.set_(y)``, would keep its old
-value. The model's own code does both, where it is placed by its modules.
+value, and a parameter that it freezes for a part of a step would be trained as a whole. The model's
+own code does all this, where it is placed by its modules.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from graphs.extract.errors import is_skipped, replaced, running_line
-from graphs.workload import ExtractionError
+from graphs.workload import ExtractionError, Workload
 
 SEEDING: Final = ("manual_seed", "seed", "set_rng_state", "fork_rng")
 """Functions of torch.random, of which torch has most under its own name."""
@@ -26,12 +28,12 @@ _TRACING: Final = threading.RLock()
 
 
 @contextlib.contextmanager
-def effects_refused() -> Iterator[None]:
+def effects_refused(step: Workload) -> Iterator[None]:
     """Raise ExtractionError, meanwhile, if code outside of torch has an effect that is no op.
 
     Seeds are noticed where functions are called by their names in torch or ``torch.random``.
     """
-    with _TRACING, replaced(*_seeding(), *_new_memory()):
+    with _TRACING, replaced(*_seeding(), *_new_memory(), *_new_training(step)):
         yield
 
 
@@ -49,6 +51,25 @@ def _new_memory() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "set_", _refused(torch._C.TensorBase.set_, what)
 
 
+def _new_training(step: Workload) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what changes which parameters of the step are trained."""
+
+    def changes(tensor: torch.Tensor, value: bool = True) -> bool:
+        is_own = step.training and any(tensor is own for own in step.named_state().values())
+        return is_own and tensor.requires_grad is not value
+
+    def any_changes(module: nn.Module, requires_grad: bool = True) -> bool:
+        return any(changes(parameter, requires_grad) for parameter in module.parameters())
+
+    requires: Any = torch._C.TensorBase.requires_grad
+    what = "changes which parameters are trained"
+    assign = _refused(requires.__set__, what, changes)
+    call = _refused(torch._C.TensorBase.requires_grad_, what, changes)
+    yield torch.Tensor, "requires_grad", property(requires.__get__, assign)
+    yield torch.Tensor, "requires_grad_", call
+    yield nn.Module, "requires_grad_", _refused(nn.Module.requires_grad_, what, any_changes)
+
+
 def _caller(frame: FrameType) -> FrameType:
     """Return a frame, or, of functions like torch's, as modules of devices have, their caller's."""
     while frame.f_code.co_name in SEEDING and frame.f_back is not None:
@@ -56,12 +77,15 @@ def _caller(frame: FrameType) -> FrameType:
     return frame
 
 
-def _refused(original: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a function of torch that raises where the model's own code calls it."""
+def _refused(
+    original: Callable[..., Any], what: str, matters: Callable[..., bool] = lambda *_, **__: True
+) -> Callable[..., Any]:
+    """Return a function of torch that raises where the model's own code calls it, if it matters."""
     thread = threading.get_ident()
 
     def checked(*args: Any, **keywords: Any) -> Any:
-        if threading.get_ident() == thread and not is_skipped(_caller(sys._getframe(1))):
+        is_of_model = threading.get_ident() == thread and not is_skipped(_caller(sys._getframe(1)))
+        if is_of_model and matters(*args, **keywords):
             raise ExtractionError(
                 f"the model {what} ({running_line()}), which a graph of ops cannot show; place it "
                 "by its modules"

@@ -84,6 +84,22 @@ def first_run(model: Effect, x: Tensor) -> Tensor:
     return x - model.later
 
 
+def frozen_for_a_part(model: Effect, x: Tensor) -> Tensor:
+    for parameter in model.last.parameters():
+        parameter.requires_grad = False
+    first: Tensor = model.last(x)
+    for parameter in model.last.parameters():
+        parameter.requires_grad = True
+    return x + first
+
+
+def frozen_module(model: Effect, x: Tensor) -> Tensor:
+    model.last.requires_grad_(False)
+    first: Tensor = model.last(x)
+    model.last.requires_grad_(True)
+    return x + first
+
+
 MEMORY, SEED = "replaces the memory of a tensor", "seeds torch's random numbers"
 REFUSED: dict[Callable[[Effect, Tensor], Tensor], str] = {
     momentum: MEMORY,
@@ -126,9 +142,29 @@ def test_torch_is_as_before_afterwards() -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("effect", [frozen_for_a_part, frozen_module], ids=lambda e: e.__name__)
+def test_parameters_that_are_frozen_for_a_part_of_a_step_are_left_to_the_models_own_code(
+    effect: Callable[[Effect, Tensor], Tensor],
+) -> None:
+    step = Workload.of(Effect(effect), INPUTS, nn.functional.mse_loss)
+    for extractor in ("export", "dispatch"):
+        with pytest.raises(ExtractionError, match="changes which parameters are trained"):
+            extract(step, extractor)
+    assert extract(step).extractor == "modules"
+    inference = Workload.of(Effect(effect), INPUTS[:1], training=False)
+    assert extract(inference).extractor == "export"
+
+
 def other_generator(model: Effect, x: Tensor) -> Tensor:
     random.seed(3)  # of Python, which draws no tensors
     return x + model.slow.weight.data.sum()  # reads memory only
+
+
+def frozen_already(model: Effect, x: Tensor) -> Tensor:
+    model.slow.requires_grad_(False)
+    x = x.detach().requires_grad_()
+    found: Tensor = model.slow(x)
+    return found
 
 
 def recomputed(model: Effect, x: Tensor) -> Tensor:
@@ -138,7 +174,9 @@ def recomputed(model: Effect, x: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("effect", [other_generator, recomputed], ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "effect", [other_generator, frozen_already, recomputed], ids=lambda e: e.__name__
+)
 def test_what_is_like_such_an_effect_is_traced(effect: Callable[[Effect, Tensor], Tensor]) -> None:
     step = Workload.of(Effect(effect), INPUTS, nn.functional.mse_loss)
     assert extract(step).extractor in ("export", "dispatch")
@@ -147,13 +185,14 @@ def test_what_is_like_such_an_effect_is_traced(effect: Callable[[Effect, Tensor]
 def test_contexts_may_be_nested_and_threads_wait_for_each_other() -> None:
     before = torch.manual_seed, torch.Tensor.data
     done: list[bool] = []
+    step = Workload.of(Effect(seeded), INPUTS, nn.functional.mse_loss)
 
     def elsewhere() -> None:
-        with effects_refused():
+        with effects_refused(step):
             done.append(True)
 
-    with effects_refused():
-        with effects_refused():
+    with effects_refused(step):
+        with effects_refused(step):
             pass
         assert torch.manual_seed is not before[0]
         thread = threading.Thread(target=elsewhere)

@@ -288,6 +288,24 @@ def test_a_model_that_would_compute_something_else_now_is_refused() -> None:
         placed.step(*step.inputs)
 
 
+class FrozenNorm(nn.Sequential):
+    """Keeps its norm in eval mode whenever it is trained."""
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.get_submodule("1").eval()
+        return self
+
+
+def test_modules_that_the_model_itself_keeps_in_eval_mode_may_stay_so() -> None:
+    model = FrozenNorm(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    inputs = (torch.randn(3, 4), torch.randn(3, 4))
+    with on_cores(extract(Workload.of(model, inputs, nn.functional.mse_loss))) as placed:
+        placed.step(inputs)
+        model.train()
+        placed.step(inputs)
+
+
 @pytest.mark.slow
 def test_a_frozen_parameter_that_is_to_be_trained_is_refused_and_inference_has_no_modes() -> None:
     step = tiny_models.conv_net()

@@ -188,4 +188,9 @@ def test_replaced_submodules_and_new_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match="4 has other submodules or hooks"):
         placed(*step.inputs)
     hook.remove()
+    flatten = model.get_submodule("6")
+    flatten.forward = lambda x: 2 * x.flatten(1)
+    with pytest.raises(ValueError, match="6 has other submodules or hooks"):
+        placed(*step.inputs)
+    del flatten.forward
     placed(*step.inputs)
