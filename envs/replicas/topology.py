@@ -15,7 +15,7 @@ device, half duplex, and a bus.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.collectives import Level, MeasuredAllReduce
+from envs.collectives import Level, MeasuredAllReduce, ranks_of
 from envs.hardware.cluster import Cluster, Device
 from envs.hardware.link_tables import NO_QUEUE
 from envs.problem import Load, Problem
@@ -153,6 +153,14 @@ def slot_networks(
     return tuple(_slot_network(problem, devices, measured) for devices in zip(*groups, strict=True))
 
 
+def ranks_by_level(problem: Problem, groups: Sequence[Block]) -> set[tuple[int, ...]]:
+    """Return the ranks at each level of the slots' networks with several; none without links."""
+    if not are_linked(problem, groups):
+        return set()
+    found = {ranks_of(network.levels) for network in slot_networks(problem, groups)}
+    return {ranks for ranks in found if len(ranks) > 1}
+
+
 def _slot_network(
     problem: Problem, devices: Sequence[int], measured: MeasuredAllReduce | None
 ) -> SlotNetwork:
@@ -220,6 +228,41 @@ def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
             group = tuple(sorted(sorted(near, key=lambda d: (sorts[d], d))[:size]))
             classes[_shape(problem, sorts, group)].append(group)
     return sorted(classes.values(), key=len, reverse=True)
+
+
+def nearest_groups(problem: Problem, groups: Sequence[Block], count: int) -> list[Block]:
+    """Return ``count`` of some alike groups that are near each other, in their order.
+
+    They are of the smallest block of groups that has enough, and fill blocks inside it.
+    """
+    inner: dict[int, tuple[int, int]] = {}  # of each group: minus size and first of its block
+    for blocks in _near_blocks(problem, groups):
+        enough = [block for block in blocks if len(block) >= count]
+        if enough:
+            chosen = sorted(enough[0], key=lambda i: (*inner.get(i, (-1, i)), i))[:count]
+            return [groups[i] for i in sorted(chosen)]
+        inner = {i: (-len(block), block[0]) for block in blocks for i in block}
+    return list(groups[:count])
+
+
+def near_counts(problem: Problem, groups: Sequence[Block]) -> set[int]:
+    """Return how many of some alike groups the largest block has, at each level with several."""
+    counts = {max(map(len, blocks)) for blocks in _near_blocks(problem, groups)}
+    return counts - {1}
+
+
+def are_linked(problem: Problem, groups: Sequence[Block]) -> bool:
+    """Return whether links join the devices of every slot, so that gradients can be reduced."""
+    return all(problem.connected[np.ix_(slot, slot)].all() for slot in zip(*groups, strict=True))
+
+
+def _near_blocks(problem: Problem, groups: Sequence[Block]) -> Iterator[list[Block]]:
+    # Blocks of the groups' numbers by distance, the nearest first; slots are apart by the slowest.
+    distance_s = np.zeros((len(groups), len(groups)))
+    for slot in zip(*groups, strict=True):
+        distance_s = np.maximum(distance_s, _distance_s(problem, slot))
+    for limit_s in np.unique(distance_s[distance_s < np.inf]):
+        yield _components(range(len(groups)), distance_s <= limit_s)
 
 
 def _smallest_blocks(problem: Problem, size: int) -> list[list[Block]]:

@@ -2,28 +2,36 @@
 
 For every number of devices d = N // R, one search is run for each kind of device group of size d
 (and each batch size, and load by other replicas on its machine), with a share of the budget; then R
-replicas of its result are simulated with their reductions. Other values of d are not needed, as
-more devices never make a placement worse. All R up to MOST_REPLICAS are tried; beyond that, powers
-of two and the largest, as the curve is smooth; where each R needs a search of its own, only the
-largest. For a requested R, one replica per device and one replica on all devices are planned for
-comparison.
+replicas of its result that are near each other are simulated with their reductions. All R up to
+MOST_REPLICAS are tried, then powers of two and the largest, as the curve is smooth; where each R
+needs a search of its own, only the largest and those that fill a node. For a requested R, smaller
+groups within a node are tried too, and for comparison one replica per device and one on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import networkx as nx
 
-from envs.collectives import HIERARCHICAL, MeasuredAllReduce, ranks_of
+from envs.collectives import HIERARCHICAL, MeasuredAllReduce
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator
-from envs.replicas.topology import Block, busy_shares, evened, replica_groups, slot_networks
+from envs.replicas.topology import (
+    Block,
+    are_linked,
+    busy_shares,
+    evened,
+    near_counts,
+    nearest_groups,
+    ranks_by_level,
+    replica_groups,
+    slot_networks,
+)
 from envs.replication import Replication, ReplicationError
 from envs.runtime import costed
 from graphs.costs import BusyShares, with_busy_devices
@@ -189,19 +197,20 @@ class _Planner:
 
     def _planned(self, problem: Problem) -> Iterator[_Groups]:
         count, requested = problem.device_count, self.replication.replicas
-        is_done = False
+        near = {n // (requested or 1) for n in near_counts(problem, [(d,) for d in range(count)])}
+        first = is_linked = 0
         for size in dict.fromkeys(count // r for r in range(requested or 1, count + 1)):
+            if is_linked and size not in near:
+                continue
             for alike in replica_groups(problem, size):
-                needs_own = self.replication.batch == "global" or (
-                    size > 1 and problem.load is not None
-                )
-                for replicas in self._counts(len(alike), needs_own=needs_own):
-                    yield self._groups(problem, alike[:replicas])
-                    is_done = requested is not None
-            if is_done:
-                yield from self._baselines(problem, requested or 1, size)
-                return
-        if requested is not None:
+                for replicas in self._counts(problem, alike):
+                    groups = nearest_groups(problem, alike, replicas)
+                    yield self._groups(problem, groups)
+                    first = first or size
+                    is_linked |= requested is not None and are_linked(problem, groups)
+        if requested and first:
+            yield from self._baselines(problem, requested, first)
+        elif requested:
             raise ReplicationError(
                 f"no {requested} devices of {problem.cluster.name!r} are alike (kind, memory, "
                 "costs): replicas of one placement need groups that are"
@@ -223,22 +232,20 @@ class _Planner:
 
     def _levels(self, problem: Problem, planned: Sequence[_Groups]) -> set[tuple[int, ...]]:
         """Return the ranks at each level of hierarchical reductions, if they are wanted."""
-        found = set()
-        for each in planned if self.replication.reduction == HIERARCHICAL else ():
-            with suppress(ValueError):  # a link is missing
-                networks = slot_networks(problem, each.groups)
-                found |= {ranks_of(network.levels) for network in networks}
-        return {ranks for ranks in found if len(ranks) > 1}
+        if self.replication.reduction != HIERARCHICAL:
+            return set()
+        return set().union(*(ranks_by_level(problem, each.groups) for each in planned))
 
-    def _counts(self, most: int, *, needs_own: bool) -> list[int]:
+    def _counts(self, problem: Problem, alike: Sequence[Block]) -> list[int]:
         """Return the numbers of replicas to try; few if each needs a search of its own."""
-        replication = self.replication
+        replication, most = self.replication, len(alike)
+        needs_own = len(alike[0]) > 1 and problem.load is not None
         if replication.replicas is not None:
             return [replication.replicas] if replication.replicas <= most else []
         every = range(1, most + 1)
-        if needs_own:
+        if needs_own or replication.batch == "global":
             even = [r for r in every if not replication.uneven_parts(replication.parts(r))]
-            return sorted({most, *even[-1:]})
+            return sorted({most, *even[-1:], *near_counts(problem, alike).intersection(even)})
         return [r for r in every if r <= MOST_REPLICAS or r & (r - 1) == 0 or r == most]
 
     def _search(

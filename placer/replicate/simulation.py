@@ -18,7 +18,13 @@ from envs.collectives import MeasuredAllReduce
 from envs.problem import Problem
 from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator, ReplicaStep
-from envs.replicas.topology import SlotNetwork, busy_shares, replica_groups, slot_networks
+from envs.replicas.topology import (
+    SlotNetwork,
+    busy_shares,
+    nearest_groups,
+    replica_groups,
+    slot_networks,
+)
 from envs.replication import Replication
 from graphs.costs import BusyShares, with_busy_devices, with_part_of_batch
 from graphs.gradients import Gradients
@@ -116,15 +122,16 @@ class Scaling:
         They end before the first number of replicas without links for their reductions.
         """
         group = tuple(map(self.problem.cluster.index, split.groups[0]))
-        alike = next(c for c in replica_groups(self.problem, len(group)) if c[0] == group)
+        alike = next(c for c in replica_groups(self.problem, len(group)) if group in c)
         size, most = len(group), len(alike)
         powers = [1 << k for k in range(CURVE_DEVICES.bit_length())]
         for r in sorted({r for r in powers if r < most} | {most}):
+            near = nearest_groups(self.problem, alike, r)
             try:
-                networks = slot_networks(self.problem, alike[:r], self.measured)
+                networks = slot_networks(self.problem, near, self.measured)
             except ValueError:  # a link is missing
                 return
-            yield self._point(split, alike[:r], networks)
+            yield self._point(split, near, networks)
         last = -(-CURVE_DEVICES // (size * most)) if most > 1 else 1
         for factor in sorted({factor for factor in (*powers, last) if 1 < factor <= last}):
             repeated = [network.repeated(factor) for network in networks]

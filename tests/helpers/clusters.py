@@ -50,6 +50,22 @@ def nodes(
     )
 
 
+def uneven_nodes(*sizes: int, across_bytes_per_s: float = 1e8) -> Cluster:
+    """Return nodes of these sizes with a fast link in each, and a slow one between all devices."""
+    names = [[f"n{k}:g{i}" for i in range(size)] for k, size in enumerate(sizes)]
+    devices = tuple(
+        Device(name=name, kind="gpu", memory_bytes=10**15) for node in names for name in node
+    )
+    every = tuple(device.name for device in devices)
+    inside = [
+        Link(between=tuple(node), latency_s=1e-6, bandwidth_bytes_per_s=1e11)
+        for node in names
+        if len(node) > 1
+    ]
+    across = Link(between=every, latency_s=1e-5, bandwidth_bytes_per_s=across_bytes_per_s)
+    return Cluster(name="uneven", devices=devices, links=(*inside, across))
+
+
 MEMORY = {"cuda:0": 1 << 30, "cpu": 1 << 30}
 
 

@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from envs.collectives import Level
 from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
-from envs.replicas.topology import busy_shares, evened, levels_of, nested_blocks, replica_groups
+from envs.replicas.topology import (
+    are_linked,
+    busy_shares,
+    evened,
+    levels_of,
+    near_counts,
+    nearest_groups,
+    nested_blocks,
+    replica_groups,
+)
 from graphs.costs import BusyShares
 from graphs.graph import GraphArrays, add_op, new_graph
-from tests.helpers.clusters import nodes
+from tests.helpers.clusters import nodes, uneven_nodes
 
 
 def problem_on(cluster: Cluster) -> Problem:
@@ -222,3 +231,29 @@ def test_devices_of_other_replicas_on_the_machine_are_always_busy() -> None:
     assert shares((0,), (5,), (6,), (7,)) == (0.5, 0.5)  # those on the second one
     assert shares((0, 1, 5), (2, 3, 6)) == (0.5, 0.75)  # across both
     assert busy_shares(None, [(0,), (1,)]) == BusyShares()
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (3, 5), (2, 2, 4)])
+def test_replicas_are_near_each_other_wherever_their_node_is_listed(sizes: tuple[int, ...]) -> None:
+    problem = problem_on(uneven_nodes(*sizes))
+    [single] = replica_groups(problem, 1)
+    assert near_counts(problem, single) == {max(sizes), sum(sizes)}
+    nodes_of = [name.partition(":")[0] for name in problem.cluster.names]
+    for count in range(1, sum(sizes) + 1):
+        groups = nearest_groups(problem, single, count)
+        assert len(set(groups)) == count
+        used = [nodes_of[device] for (device,) in groups]
+        assert (len(set(used)) == 1) == (count <= max(sizes))
+        if count > max(sizes):  # the largest node is filled first
+            assert max(map(used.count, used)) == max(sizes)
+
+
+def test_devices_without_a_link_are_not_near() -> None:
+    cluster = uneven_nodes(3)
+    alone = replace(cluster.devices[0], name="alone")
+    linked = tuple(link for link in cluster.links if link.bandwidth_bytes_per_s > 1e9)
+    problem = problem_on(replace(cluster, devices=(alone, *cluster.devices), links=linked))
+    [single] = replica_groups(problem, 1)
+    assert nearest_groups(problem, single, 3) == [(1,), (2,), (3,)]
+    assert are_linked(problem, single[1:])
+    assert not are_linked(problem, single)
