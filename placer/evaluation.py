@@ -244,6 +244,10 @@ def _evaluate(
         remark = " ".join(filter(None, (remark, no_hand_over(problem, placement))))
     if result.measurement is not None and not result.measurement.counts:
         raise KeyboardInterrupt
+    if placement.replicas is not None and len(placement.replicas.groups) > 1:
+        count = len(placement.replicas.groups)
+        one = f"This is the step of one of {count} replicas, without reductions of gradients."
+        remark = " ".join(filter(None, (remark, one)))
     return Evaluation(
         placement=placement,
         problem=problem,

@@ -243,7 +243,7 @@ def _few(
         pieces = cut(ops, group_of, classes, weight, most)
     if pieces is None:
         raise ValueError(
-            f"most_groups is {most}, but ops of different phases, allowed devices and device kinds "
+            f"{most} groups are too few: ops of different phases, allowed devices and device kinds "
             f"({len(np.unique(classes))} combinations) stay apart; allow more groups"
         )
     return pieces

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from envs.placement import OBJECTIVES, Placement, check_micro_batches
+from envs.placement import MOST_MICRO_BATCHES, OBJECTIVES, Placement, check_micro_batches
 from envs.problem import HORIZON_NS, Floats, Ints, Problem
 from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
 from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
@@ -43,6 +43,11 @@ class Objective:
         check_micro_batches(self.micro_batches, self.in_flight)
         if self.name == "throughput" and self.micro_batches == 1:
             raise ValueError("throughput is that of several micro-batches: give 2 or more of them")
+        if self.name == "throughput" and 2 * self.micro_batches > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"throughput of {self.micro_batches} micro-batches is found by twice as many: give "
+                f"{MOST_MICRO_BATCHES // 2} or fewer"
+            )
         if self.in_flight is not None and self.micro_batches == 1:
             raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
 

@@ -326,7 +326,7 @@ def test_groups_of_shared_devices_are_united_only_if_few_groups_are_asked_for(
 def test_too_few_groups_for_the_limits_are_refused() -> None:
     graph = line(4)
     graph.nodes["1"]["devices"] = ("a",)
-    with pytest.raises(ValueError, match=r"most_groups is 2.*allow more"):
+    with pytest.raises(ValueError, match=r"2 groups are too few.*allow more"):
         coarsen(graph, most_groups=2)
     assert len(coarsen(graph, most_groups=3)) == 3
 

@@ -104,6 +104,7 @@ def test_a_graph_made_by_hand_needs_costs_only() -> None:
         ({"devices": "auto"}, {}, "no devices of its own"),
         ({"extractor": "export"}, {}, "are for models"),
         ({}, {"objective": "throughput"}, "give 2 or more"),
+        ({}, {"objective": "throughput", "micro_batches": 2049}, "give 2048 or fewer"),
         ({}, {"seed": -1}, "seed is -1"),
         ({}, {"groups": 0}, "groups is 0"),
         ({}, {"seed": "a"}, "seed is .a., not a whole number"),

@@ -45,6 +45,14 @@ def test_a_placement_records_its_replicas_and_survives_its_file(tmp_path: Path) 
     assert read.predicted["replicated_step_s"] == result.replication.best.step_s
 
 
+def test_the_step_of_one_of_several_replicas_is_called_so(tmp_path: Path) -> None:
+    cluster = nodes(1, 4)
+    result = planned(layers(), cluster, Replication(replicas=2)).result
+    result.save(tmp_path / "placement.json")
+    found = placer.evaluate(tmp_path / "placement.json", layers(), cluster, progress=False)
+    assert "the step of one of 2 replicas, without reductions" in found.remark
+
+
 def test_a_placement_records_the_algorithms_that_auto_chose(tmp_path: Path) -> None:
     """Two hosts of four devices, each host with a card of 10 Gbit/s."""
     cluster = nodes(2, 4, inside_bytes_per_s=1e11, across_bytes_per_s=1.25e9, across_s=1e-5)
