@@ -23,8 +23,8 @@ class Composition:
 
     def __init__(self, step: Workload) -> None:
         named = [each for root in _roots(step) for each in root.named_modules()]
-        self._modules = dict(named)
-        self._code = [_code(module) for module in self._modules.values()]
+        self._named = named
+        self._code = [_code(module) for _, module in named]
         parts = [
             (name, part)
             for name, module in named
@@ -42,32 +42,36 @@ class Composition:
 
     def check(self) -> None:
         """Raise ValueError if a submodule, its forward or a hook was added, removed or replaced."""
-        code = [_code(module) for module in self._modules.values()]
+        code = [_code(module) for _, module in self._named]
         changed = []
         if code != self._code:
-            pairs = zip(self._modules, code, self._code, strict=True)
-            changed = [name for name, now, before in pairs if now != before]
+            pairs = zip(self._named, code, self._code, strict=True)
+            changed = [name for (name, _), now, before in pairs if now != before]
         changed += [name for name, now, before in self._full if [*now.values()] != before]
         if any(self._empty):
             changed += [n for n, now in zip(self._names, self._empty, strict=True) if now]
         if changed:
             raise ValueError(
-                f"{changed[0] or 'the model'} has other submodules or hooks now than when it was "
-                "placed: optimize the model as it is now, and apply the new placement"
+                f"{changed[0] or 'the model'} has other submodules, forwards or hooks now than "
+                "when it was placed: optimize the model as it is now, and apply the new placement"
             )
 
 
 class AsPlaced:
     """A step's model and loss as of when it was placed, to notice what a placed step would ignore.
 
-    Of a model that was in eval mode as a whole, a training step is that of train mode.
+    A model that was in eval mode as a whole may be in any: its training step is that of train mode.
     """
 
     def __init__(self, step: Workload) -> None:
         roots = _roots(step)
         self._dtype = step.dtype
         self._composition = Composition(step)
-        self._modes = [(root, *_trained_modes(root)) for root in roots if step.training]
+        self._modes = [
+            (root, list(root.modules()), [module.training for module in root.modules()])
+            for root in roots
+            if step.training and root.training
+        ]
         trained = [each for root in roots if step.training for each in root.named_parameters()]
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
@@ -75,9 +79,7 @@ class AsPlaced:
 
     def check(self) -> None:
         """Raise ValueError if the model would compute something else now."""
-        for root, was_training, modules, modes in self._modes:
-            if not was_training and not root.training:
-                continue
+        for root, modules, modes in self._modes:
             if [module.training for module in modules] != modes:
                 _check_modes(root, modes)
         self._composition.check()
@@ -117,19 +119,6 @@ def _code(module: nn.Module) -> tuple[type, Any]:
 def _roots(step: Workload) -> list[nn.Module]:
     owners = (step.model, step.loss if step.training else None)
     return [owner for owner in owners if isinstance(owner, nn.Module)]
-
-
-def _trained_modes(root: nn.Module) -> tuple[bool, list[nn.Module], list[bool]]:
-    """Return whether a root is in train mode, its modules, and their modes if it is, or were."""
-    modules = list(root.modules())
-    before = [module.training for module in modules]
-    if root.training:
-        return True, modules, before
-    root.train()  # which the model may have changed, to keep parts in eval mode
-    trained = [module.training for module in modules]
-    for module, training in zip(modules, before, strict=True):
-        module.training = training
-    return False, modules, trained
 
 
 def _check_modes(root: nn.Module, modes: Sequence[bool]) -> None:

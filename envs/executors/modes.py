@@ -10,17 +10,19 @@ from graphs.extract import Workload
 class Modes:
     """Switches the model and the loss of a step, which is in the step's mode to begin with.
 
-    Modules that are in eval mode within a model in train mode return to it.
+    Modules that were in eval mode within a model in train mode, when it was placed or last
+    switched, return to it.
     """
 
     def __init__(self, step: Workload) -> None:
         self._step = step
         self._in_training = self._now()
+        self._training = step.model.training
 
-    def check(self, *, training: bool) -> None:
-        """Raise ValueError if a training step's model was switched, but not its placed model."""
-        if self._step.training and self._step.model.training is not training:
-            mode, own = ("train", "eval") if training else ("eval", "train")
+    def check(self) -> None:
+        """Raise ValueError if the model was switched, but not its placed model."""
+        if self.are_switched():
+            mode, own = ("train", "eval") if self._training else ("eval", "train")
             raise ValueError(
                 f"the model is in {own} mode, and its placed model in {mode} mode: switch both by "
                 "train() or eval() of the placed model"
@@ -33,6 +35,11 @@ class Modes:
             self._in_training = now
         for module in now:
             module.training = training and self._in_training.get(module, True)
+        self._training = self._step.model.training
+
+    def are_switched(self) -> bool:
+        """Return whether the model is in another mode than it was placed or last switched to."""
+        return self._step.model.training is not self._training
 
     def _now(self) -> dict[nn.Module, bool]:
         owners = (self._step.model, self._step.loss)

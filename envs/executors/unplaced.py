@@ -115,7 +115,7 @@ class UnplacedModel(nn.Module):
     def _forward(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Run the forward pass on bound inputs. Little else, since steps may take a millisecond."""
         check_inputs(positional, named)
-        self._modes.check(training=self.training)
+        self._modes.check()
         if self._cores is None:
             positional, named = sent((positional, named), self._device)
             if self._homes.were_elsewhere():
@@ -134,7 +134,7 @@ class UnplacedModel(nn.Module):
 
     def train(self, mode: bool = True) -> UnplacedModel:
         """Set the mode. Modules that were in eval mode within a training step return to it."""
-        if mode is not self.training or mode is not self._step.model.training:
+        if mode is not self.training or self._modes.are_switched():
             self._modes.switch(training=mode)
             self.training = mode
         return self

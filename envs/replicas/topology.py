@@ -235,13 +235,13 @@ def nearest_groups(problem: Problem, groups: Sequence[Block], count: int) -> lis
 
     They are of the smallest block of groups that has enough, and fill blocks inside it.
     """
-    inner: dict[int, tuple[int, int]] = {}  # of each group: minus size and first of its block
+    inner: dict[int, tuple[int, ...]] = {}  # of each group: minus size and first of its blocks
     for blocks in _near_blocks(problem, groups):
         enough = [block for block in blocks if len(block) >= count]
         if enough:
-            chosen = sorted(enough[0], key=lambda i: (*inner.get(i, (-1, i)), i))[:count]
+            chosen = sorted(enough[0], key=lambda i: (*inner.get(i, ()), i))[:count]
             return [groups[i] for i in sorted(chosen)]
-        inner = {i: (-len(block), block[0]) for block in blocks for i in block}
+        inner = {i: (-len(block), block[0], *inner.get(i, ())) for block in blocks for i in block}
     return list(groups[:count])
 
 

@@ -1,18 +1,15 @@
 """Plans of replicas: their number, devices, placement and gradient reduction.
 
-For every number of devices d = N // R, one search is run for each kind of device group of size d
-(and each batch size, and load by other replicas on its machine), with a share of the budget; then R
-replicas of its result that are near each other are simulated with their reductions. All R up to
-MOST_REPLICAS are tried, then powers of two and the largest, as the curve is smooth; where each R
-needs a search of its own, only the largest and those that fill a node. For a requested R, smaller
-groups within a node are tried too, and for comparison one replica per device and one on all.
+One search is run for each kind and size of device group (and each batch size, and load by other
+replicas on its machine), with a share of the budget; then replicas of its result on groups of that
+kind are simulated with their reductions, see :mod:`placer.replicate.groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 import networkx as nx
 
@@ -23,16 +20,14 @@ from envs.replicas.reductions import replicated
 from envs.replicas.step import ReplicaSimulator
 from envs.replicas.topology import (
     Block,
-    are_linked,
     busy_shares,
     evened,
-    near_counts,
     nearest_groups,
     ranks_by_level,
     replica_groups,
     slot_networks,
 )
-from envs.replication import Replication, ReplicationError
+from envs.replication import Replication
 from envs.runtime import costed
 from graphs.costs import BusyShares, with_busy_devices
 from graphs.graph import GraphArrays
@@ -42,6 +37,7 @@ from placer.job import Job, SearchConfig
 from placer.pipeline import grouped, optimize_problem, searching
 from placer.progress import Progress, Silent
 from placer.replicate.fitting import FittedFactors, factors_path
+from placer.replicate.groups import PlannedGroups, Search, planned_groups
 from placer.replicate.result import ReplicaPlan, Split, training_of
 from placer.replicate.simulation import Scaling, Variant, variants
 from placer.replicate.sources import StepSource
@@ -52,12 +48,9 @@ from placer.search.request import Budget
 from placer.sources.batches import batch_size
 from placer.sources.target import Target
 
-MOST_REPLICAS: Final = 16
 NO_TARGET: Final = (
     "ranks on GPUs load the model from a target such as model.py:build, and this one is an object"
 )
-Search: TypeAlias = tuple[int, Block, BusyShares]
-"""Parts of the batch, the devices of one replica, and what computes beside them."""
 
 
 def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
@@ -119,15 +112,6 @@ class _SharedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
-    """Replicas on groups of devices, and the search that places one of them."""
-
-    groups: Sequence[Block]
-    search: Search
-    is_baseline: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Searched:
     """The result of one search with its variants, or why there is none."""
 
@@ -155,7 +139,7 @@ class _Planner:
         graph, arrays = self._beside(1, BusyShares())
         cost_source = graph.graph["cost_source"]
         problem = Problem.of(arrays, evened(self.source.whole.cluster))
-        planned = list(self._planned(problem))
+        planned = list(planned_groups(problem, self.replication))
         self.collectives = self.source.collectives(self._levels(problem, planned))
         load_compiled_code_in_a_stage(self.progress)
         searches = list(dict.fromkeys(each.search for each in planned))
@@ -195,58 +179,11 @@ class _Planner:
             self.arrays[parts, busy] = GraphArrays.from_graph(graph)
         return graph, self.arrays[parts, busy]
 
-    def _planned(self, problem: Problem) -> Iterator[_Groups]:
-        count, requested = problem.device_count, self.replication.replicas
-        near = {n // (requested or 1) for n in near_counts(problem, [(d,) for d in range(count)])}
-        first = is_linked = 0
-        for size in dict.fromkeys(count // r for r in range(requested or 1, count + 1)):
-            if is_linked and size not in near:
-                continue
-            for alike in replica_groups(problem, size):
-                for replicas in self._counts(problem, alike):
-                    groups = nearest_groups(problem, alike, replicas)
-                    yield self._groups(problem, groups)
-                    first = first or size
-                    is_linked |= requested is not None and are_linked(problem, groups)
-        if requested and first:
-            yield from self._baselines(problem, requested, first)
-        elif requested:
-            raise ReplicationError(
-                f"no {requested} devices of {problem.cluster.name!r} are alike (kind, memory, "
-                "costs): replicas of one placement need groups that are"
-            )
-
-    def _groups(
-        self, problem: Problem, groups: Sequence[Block], *, is_baseline: bool = False
-    ) -> _Groups:
-        parts, busy = self.replication.parts(len(groups)), busy_shares(problem.load, groups)
-        return _Groups(groups, (parts, groups[0], busy), is_baseline)
-
-    def _baselines(self, problem: Problem, replicas: int, size: int) -> Iterator[_Groups]:
-        """Yield one replica per device and one on all devices, unless they were requested."""
-        single, whole = replica_groups(problem, 1)[0], replica_groups(problem, problem.device_count)
-        if (replicas, size) != (len(single), 1):
-            yield self._groups(problem, single, is_baseline=True)
-        if size != problem.device_count:
-            yield self._groups(problem, whole[0][:1], is_baseline=True)
-
-    def _levels(self, problem: Problem, planned: Sequence[_Groups]) -> set[tuple[int, ...]]:
+    def _levels(self, problem: Problem, planned: Sequence[PlannedGroups]) -> set[tuple[int, ...]]:
         """Return the ranks at each level of hierarchical reductions, if they are wanted."""
         if self.replication.reduction != HIERARCHICAL:
             return set()
         return set().union(*(ranks_by_level(problem, each.groups) for each in planned))
-
-    def _counts(self, problem: Problem, alike: Sequence[Block]) -> list[int]:
-        """Return the numbers of replicas to try; few if each needs a search of its own."""
-        replication, most = self.replication, len(alike)
-        needs_own = len(alike[0]) > 1 and problem.load is not None
-        if replication.replicas is not None:
-            return [replication.replicas] if replication.replicas <= most else []
-        every = range(1, most + 1)
-        if needs_own or replication.batch == "global":
-            even = [r for r in every if not replication.uneven_parts(replication.parts(r))]
-            return sorted({most, *even[-1:], *near_counts(problem, alike).intersection(even)})
-        return [r for r in every if r <= MOST_REPLICAS or r & (r - 1) == 0 or r == most]
 
     def _search(
         self, cluster: Cluster, searches: Sequence[Search], requested: Collection[Search]
@@ -298,7 +235,7 @@ class _Planner:
         self.search_s += result.search_s
         return _Searched(replace(result, extraction=self.source.extraction(parts)), plans)
 
-    def _split(self, problem: Problem, planned: _Groups) -> Split:
+    def _split(self, problem: Problem, planned: PlannedGroups) -> Split:
         searched, names = self.searched[planned.search], problem.cluster.names
         split = Split(
             groups=tuple(tuple(names[d] for d in group) for group in planned.groups),
@@ -337,7 +274,8 @@ class _Planner:
         alone = self._single_gpus(problem) if self.source.runs_on_gpus else []
         count = len(alone) or problem.device_count
         for replicas in dict.fromkeys([requested or count, 1]):
-            groups = (alone or replica_groups(problem, count // replicas)[0])[:replicas]
+            alike = alone or replica_groups(problem, count // replicas)[0]
+            groups = nearest_groups(problem, alike, min(replicas, len(alike)))
             parts = self.replication.parts(replicas)
             if len(groups) < replicas or self.replication.uneven_parts(parts):
                 continue

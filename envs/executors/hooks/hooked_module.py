@@ -125,7 +125,7 @@ class HookedModule(nn.Module):
         training = self._step.training and self.training
         positional, named = self._step.bound(inputs, keywords, training=training)
         check_inputs(positional, named)
-        self._modes.check(training=self.training)
+        self._modes.check()
         step = self._step
         with autocast(step.dtype, self._types), self._hooks.outside_modules():
             if training:
@@ -154,7 +154,7 @@ class HookedModule(nn.Module):
 
     def train(self, mode: bool = True) -> HookedModule:
         """Set the mode. Modules that were in eval mode within a training step return to it."""
-        if mode is not self.training or mode is not self._step.model.training:
+        if mode is not self.training or self._modes.are_switched():
             self._modes.switch(training=mode)
             self.training = mode
         return self

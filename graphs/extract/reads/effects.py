@@ -54,9 +54,10 @@ def _new_memory() -> Iterator[tuple[Any, str, Any]]:
 def _new_training(step: Workload) -> Iterator[tuple[Any, str, Any]]:
     """Yield what changes which parameters of the step are trained."""
 
-    def changes(tensor: torch.Tensor, value: bool = True) -> bool:
-        is_own = step.training and any(tensor is own for own in step.named_state().values())
-        return is_own and tensor.requires_grad is not value
+    def changes(tensor: torch.Tensor, requires_grad: bool = True) -> bool:
+        if not step.training or tensor.requires_grad is requires_grad:
+            return False
+        return any(tensor is own for own in step.named_state().values())
 
     def any_changes(module: nn.Module, requires_grad: bool = True) -> bool:
         return any(changes(parameter, requires_grad) for parameter in module.parameters())

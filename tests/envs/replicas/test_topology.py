@@ -257,3 +257,30 @@ def test_devices_without_a_link_are_not_near() -> None:
     assert nearest_groups(problem, single, 3) == [(1,), (2,), (3,)]
     assert are_linked(problem, single[1:])
     assert not are_linked(problem, single)
+
+
+def test_blocks_inside_blocks_are_filled_first() -> None:
+    """Two racks of two nodes of two devices, listed device by device."""
+    places = [(rack, node, gpu) for gpu in range(2) for node in range(2) for rack in range(2)]
+    names = {place: "r{}n{}g{}".format(*place) for place in places}
+    devices = tuple(Device(name=name, kind="gpu", memory_bytes=1) for name in names.values())
+
+    def link(inside: list[str], bandwidth: float) -> Link:
+        return Link(between=tuple(inside), latency_s=0.0, bandwidth_bytes_per_s=bandwidth)
+
+    links = [
+        link([name for place, name in names.items() if place[:2] == (rack, node)], 1e11)
+        for rack in range(2)
+        for node in range(2)
+    ]
+    links += [
+        link([name for place, name in names.items() if place[0] == rack], 1e10) for rack in range(2)
+    ]
+    cluster = Cluster(name="racks", devices=devices, links=(*links, link([*names.values()], 1e9)))
+    problem = problem_on(cluster)
+    [single] = replica_groups(problem, 1)
+    chosen = {cluster.names[device] for (device,) in nearest_groups(problem, single, 6)}
+    racks = [sorted(name for name in chosen if name.startswith(rack)) for rack in ("r0", "r1")]
+    assert sorted(map(len, racks)) == [2, 4]
+    [pair] = [rack for rack in racks if len(rack) == 2]
+    assert pair[0][:4] == pair[1][:4]  # of one node

@@ -162,7 +162,8 @@ def other_generator(model: Effect, x: Tensor) -> Tensor:
 
 def frozen_already(model: Effect, x: Tensor) -> Tensor:
     model.slow.requires_grad_(False)
-    x = x.detach().requires_grad_()
+    x = x.detach()
+    x.requires_grad_(requires_grad=True)  # type: ignore[call-arg]  # another name in the stubs
     found: Tensor = model.slow(x)
     return found
 

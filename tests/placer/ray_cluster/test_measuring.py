@@ -54,7 +54,6 @@ def test_a_model_that_cannot_be_pickled_is_refused() -> None:
         NodeStep.of(step, problem, present(("core:0", "core:1")))
 
 
-@pytest.mark.slow
 @two_cores
 def test_what_is_sent_runs_on_other_devices() -> None:
     pytest.importorskip("ray")

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from envs.problem import Problem
 from envs.replication import Replication
+from graphs.graph import GraphArrays
+from placer.replicate.groups import planned_groups
 from tests.helpers.clusters import nodes, uneven_nodes
 from tests.helpers.replica_plans import layers, planned
 
@@ -28,6 +31,30 @@ def test_a_second_node_over_a_slow_network_makes_no_plan_worse() -> None:
     both = planned(layers(), nodes(2, 4, across_bytes_per_s=1e8), wanted).best
     assert both.samples_per_s == pytest.approx(alone.samples_per_s)
     assert alone.name == both.name == "4 x 1"
+
+
+def test_a_node_that_does_not_divide_the_batch_is_filled_as_far_as_it_does() -> None:
+    wanted = Replication(batch="global", samples=64)
+    cluster = nodes(2, 6, across_bytes_per_s=1e8)
+    problem = Problem.of(GraphArrays.from_graph(layers()), cluster)
+    all_groups = [each.groups for each in planned_groups(problem, wanted)]
+    counts = {len(groups) for groups in all_groups if len(groups[0]) == 1}
+    assert counts == {4, 8, 12}
+
+
+def test_more_than_sixteen_replicas_may_fill_a_node() -> None:
+    problem = Problem.of(GraphArrays.from_graph(layers()), nodes(2, 24))
+    counts = {len(each.groups) for each in planned_groups(problem, Replication())}
+    assert counts >= {*range(1, 17), 24, 32, 48}
+
+
+def test_groups_without_links_are_planned_only_where_there_are_no_others() -> None:
+    cluster = uneven_nodes(4, 4, 4, 4)
+    *inside, _ = cluster.links
+    for links, sizes in ((tuple(inside), [2]), ((), [8])):
+        problem = Problem.of(GraphArrays.from_graph(layers()), replace(cluster, links=links))
+        every = planned_groups(problem, Replication(replicas=2))
+        assert [len(each.groups[0]) for each in every if not each.is_baseline] == sizes
 
 
 def test_smaller_groups_within_a_node_are_tried_where_larger_ones_are_apart() -> None:

@@ -181,16 +181,16 @@ def test_replaced_submodules_and_new_hooks_are_refused() -> None:
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu"], 1))
     relu = model.get_submodule("2")
     model.add_module("2", nn.GELU())
-    with pytest.raises(ValueError, match="the model has other submodules or hooks"):
+    with pytest.raises(ValueError, match="the model has other submodules, forwards or hooks"):
         placed(*step.inputs)
     model.add_module("2", relu)
     hook = model.get_submodule("4").register_forward_hook(lambda module, inputs, output: -output)
-    with pytest.raises(ValueError, match="4 has other submodules or hooks"):
+    with pytest.raises(ValueError, match="4 has other submodules, forwards or hooks"):
         placed(*step.inputs)
     hook.remove()
     flatten = model.get_submodule("6")
     flatten.forward = lambda x: 2 * x.flatten(1)
-    with pytest.raises(ValueError, match="6 has other submodules or hooks"):
+    with pytest.raises(ValueError, match="6 has other submodules, forwards or hooks"):
         placed(*step.inputs)
     del flatten.forward
     placed(*step.inputs)
