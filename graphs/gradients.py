@@ -35,11 +35,12 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
 
     Sizes are ``gradient_bytes``, or ``parameter_bytes`` (with buffers) if the graph has no gradient
     sizes, such as a file that gives costs and parameters alone. A graph does not say which ops
-    produce a gradient. Without ``known``, they are taken to be the mirror of the op that the
-    parameters live with, as named by :func:`graphs.synthetic.mirror.with_backward`; else all
-    backward ops of the same module, except those that only add up gradients; else the backward ops
-    that read that op's output; else the last backward op. Without a backward pass an op stands for
-    forward and backward together and produces its own gradient; the order is then that of the ops.
+    produce a gradient. Without ``known``, a backward op that has some makes them itself; those of
+    other ops are taken to be made by the mirror of the op that the parameters live with, as named
+    by :func:`graphs.synthetic.mirror.with_backward`; else by all backward ops of the same module,
+    except those that only add up gradients; else by the backward ops that read that op's output;
+    else by the last backward op. Without a backward pass an op stands for forward and backward
+    together and produces its own gradient; the order is then that of the ops.
 
     ``known`` maps ops that parameters live with to those that produce their gradients, see
     :func:`graphs.extract.placeable.gradient_makers`; ops that are not in the graph are ignored.
@@ -50,7 +51,8 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
     if not is_backward.any():
         makers: Sequence[tuple[int, ...]] = [(home,) for home in homes.tolist()]
     else:
-        homes = homes[::-1]
+        of_backward = is_backward[homes]  # they make their gradients themselves, in this order
+        homes = np.concatenate([homes[~of_backward][::-1], homes[of_backward]])
         search = _Makers(graph, is_backward, known or {})
         makers = [search.of(home) for home in homes.tolist()]
     return Gradients(
@@ -90,6 +92,8 @@ class _Makers:
         known = self.known.get(graph.ids[home], ())
         if makers := tuple(self.index[op_id] for op_id in known if op_id in self.index):
             return makers
+        if self.is_backward[home]:
+            return (home,)
         mirror = self.index.get(backward_id(graph.ids[home]))
         if mirror is not None and graph.ops[mirror] == f"{graph.ops[home]}_backward":
             return (mirror,)

@@ -48,6 +48,14 @@ def test_a_mirrored_op_makes_the_gradients_of_its_own_parameters_the_last_first(
     assert named(graph) == [("b", 20, {"backward/b"}), ("a", 10, {"backward/a"})]
 
 
+def test_gradients_of_backward_ops_are_made_by_them_in_their_order() -> None:
+    graph = with_backward(two_layers())
+    for name, size in (("b", 20), ("a", 10)):
+        graph.nodes[f"backward/{name}"]["gradient_bytes"] = size
+    expected = [("backward/b", 20, {"backward/b"}), ("backward/a", 10, {"backward/a"})]
+    assert named(graph) == expected
+
+
 def test_without_a_backward_pass_every_op_makes_its_own_in_order() -> None:
     assert named(two_layers()) == [("a", 10, {"a"}), ("b", 20, {"b"})]
 
