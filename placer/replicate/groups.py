@@ -68,7 +68,12 @@ def _requested(
             f"no {replicas} devices of {problem.cluster.name!r} are alike (kind, memory, costs): "
             "replicas of one placement need groups that are"
         )
-    near = {n // replicas for c in replica_groups(problem, 1) for n in near_counts(problem, c)}
+    near = {
+        n // replicas
+        for alike in replica_groups(problem, 1)
+        for n in near_counts(problem, alike)
+        if replicas > 1  # one has nothing to reduce
+    }
     found = [nearest_groups(problem, alike, replicas) for alike in classes]
     linked = [groups for groups in found if are_linked(problem, groups)] or found[:1]
     largest = len(linked[0][0])
