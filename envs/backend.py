@@ -97,8 +97,8 @@ def evaluated(
     backend: Backend, placements: Sequence[Placement], progress: ProgressCallback | None = None
 ) -> list[StepResult]:
     """Return a backend's results; raise ValueError unless they are what the protocol asks for."""
-    told = () if progress is None else (progress,)
-    answer: object = backend.evaluate(placements, *told)
+    callback = () if progress is None else (progress,)
+    answer: object = backend.evaluate(placements, *callback)
     results = list(answer) if isinstance(answer, Iterable) else None
     others = {type(r).__name__ for r in results or () if not isinstance(r, StepResult)}
     if results is None or others or len(results) != len(placements):

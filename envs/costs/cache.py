@@ -16,8 +16,8 @@ of a signature are kept; which of them count is decided when they are read:
 
 The file keeps SQLite's rollback journal: unlike its write-ahead log it works on network file
 systems and can be read where nothing can be written. A missing cache is never an error: a file that
-cannot be opened counts as empty and stores nothing. A damaged or foreign file is set aside, and a
-folder that cannot be written is told.
+cannot be opened counts as empty and stores nothing. A damaged or foreign file is set aside. Storing
+in a folder that cannot be written gives a warning.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def is_writable(folder: Path) -> bool:
 
 @cache
 def warn_if_unwritable(folder: Path) -> None:
-    """Warn if nothing can be kept in a folder, once; that there is no home is told already."""
+    """Warn once if files cannot be written in a folder; a missing home has a warning of its own."""
     if NOWHERE not in folder.parents and not is_writable(folder):
         warnings.warn(unwritable(folder), CacheWarning, stacklevel=1)
 

@@ -32,7 +32,7 @@ from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
 
 MISREAD: Final = re.compile(r'[@"\\\0\n\r\ud800-\udfff]')
-"""What torch.fx does not escape in strings, and what torch.export separates numbers of calls by."""
+"""Characters that torch.fx does not escape in strings, and @, before torch's numbers of calls."""
 
 
 @dataclass(frozen=True, slots=True)

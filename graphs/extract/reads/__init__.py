@@ -1,1 +1,1 @@
-"""What the code of a model does besides its ops: reads of values, and effects that no op shows."""
+"""Reads of tensor values by the code of a model, and its effects that are no ops of a trace."""

@@ -1,6 +1,6 @@
 """Effects of a model's code that no op of a trace shows: such a step is not traced.
 
-Random numbers of a traced step follow the generators of whoever runs it, whatever the model seeds.
+A traced step draws random numbers from the generators of its process, even if the model seeds them.
 A tensor whose memory the model replaces, by ``x.data = y`` or ``x.set_(y)``, would keep its old
 value, and a parameter that it freezes for a part of a step would be trained as a whole. The model's
 own code does all this, where it is placed by its modules.

@@ -136,44 +136,31 @@ def test_parameters_around_the_layers_are_in_the_stages_that_read_them(again: bo
     assert layer_counts(placed).content["counts"] == [1, 2]
 
 
-def weightless() -> nn.Module:
-    """Return a part with a parameter of its own and layers that have none, between two layers."""
+def scaled(*layers: nn.Module) -> nn.Module:
+    """Return a part with a parameter of its own before its layers."""
 
-    def inside(m: Any, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         x = x * m.scale
         for layer in m.layers:
             x = layer(x)
         return x
 
-    def forward(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = m.last(m.part(m.first(x)))
-        return out
-
-    part = Plain(inside, layers=nn.ModuleList([nn.ReLU(), nn.ReLU()]))
+    part = Plain(forward, layers=nn.ModuleList(layers))
     part.scale = nn.Parameter(torch.ones(4))
-    return Plain(forward, first=linear(), part=part, last=linear())
+    return part
+
+
+def weightless() -> nn.Module:
+    """Return two layers, and between them a part whose layers have no weights."""
+    return nn.Sequential(linear(), scaled(nn.ReLU(), nn.ReLU()), linear())
 
 
 def blocks() -> nn.Module:
-    """Return two blocks with a parameter of their own before their layers."""
-
-    def inside(m: Any, x: Tensor) -> Tensor:
-        x = x * m.scale
-        for layer in m.layers:
-            x = layer(x)
-        return x
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = m.second(m.first(x))
-        return out
-
-    made = [Plain(inside, layers=nn.ModuleList([linear(), linear()])) for _ in range(2)]
-    for block in made:
-        block.scale = nn.Parameter(torch.ones(4))
-    return Plain(forward, first=made[0], second=made[1])
+    """Return two parts with a parameter of their own."""
+    return nn.Sequential(*(scaled(linear(), linear()) for _ in range(2)))
 
 
-@pytest.mark.parametrize(("make", "cut"), [(weightless, "part"), (blocks, "second")])
+@pytest.mark.parametrize(("make", "cut"), [(weightless, "1"), (blocks, "1")])
 def test_a_part_that_is_on_one_device_stays_whole(make: Callable[[], nn.Module], cut: str) -> None:
     model = make()
     assert split_points(model, cut) == [cut]
