@@ -16,6 +16,7 @@ from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from graphs.extract import Extraction, Workload
 from graphs.extract.extraction import ties_of
+from graphs.extract.module_calls import and_outer
 from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import PHASES, GraphArrays
 from placer.exports.model_alone import ModelPass, model_pass
@@ -212,18 +213,15 @@ class PlacedModules:
         without ops come last.
         """
         check_has_weights(self.model)
-        around_layers = {""}
-        for stack in stacks(self.model):
-            has_weights = any(True for _ in self.model.get_submodule(stack.path).parameters())
-            path = stack.path if has_weights else ""
-            while path:
-                around_layers.add(path)
-                path = parent(path)
+        paths = [stack.path for stack in stacks(self.model)]
+        with_weights = [path for path in paths if [*self.model.get_submodule(path).parameters()]]
+        around_layers = {"", *(outer for path in with_weights for outer in and_outer(path))}
 
         def is_kept(module: nn.Module, path: str) -> bool:
+            if not has_own(module):
+                return False
             is_whole = path not in around_layers or len(self._work.get(path, ())) < 2
-            has_units = any(has_own(other) for other in module.modules() if other is not module)
-            return has_own(module) and (is_whole or not has_units)
+            return is_whole or not any(has_own(m) for m in module.modules() if m is not module)
 
         return self.in_order(units_of(self.model, "", is_kept))
 
